@@ -1,0 +1,143 @@
+"""Backends: one declaration file each, discovered by listing this folder.
+
+A declaration says what a backend needs (:mod:`turboquant_rocm.eligibility`), which layout it reads, its priority
+and where its operations live; it imports no kernel. To add a backend, add one file that calls
+:func:`register`, and the kernels it names.
+"""
+
+from __future__ import annotations
+
+if __name__ != "turboquant_rocm.backends":
+    raise ImportError(
+        f"imported as {__name__!r}: import it as 'turboquant_rocm.backends'. The folder at the repository root is "
+        "mapped into the package, and importing it by its bare name would register every backend twice."
+    )
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..eligibility import Refusal, Request, Requirement, refusals
+from ..spec import SpecError
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..dispatch import Decision
+    from ..layouts import Layout
+
+__all__ = ["Backend", "LayerOps", "backends", "get_backend", "register"]
+
+
+class LayerOps(Protocol):
+    """What a backend provides for one layer. Built once at bind time; arguments are already checked.
+
+    The letters of the shapes are fixed in docs/design.md. ``cache`` is the raw uint8 tensor
+    [nb, bs, Hk, slot_stride] with the strides of ``layout``. Nothing here may synchronise with the host.
+    """
+
+    def __init__(self, decision: Decision, layout: Layout, **options: Any) -> None: ...
+
+    def store(
+        self,
+        key: torch.Tensor,  # [T, Hk, D] fp16/bf16
+        value: torch.Tensor,  # [T, Hk, Dv] same dtype
+        cache: torch.Tensor,  # [nb, bs, Hk, slot_stride] uint8
+        slot_mapping: torch.Tensor,  # [T] int32/int64, block * bs + offset; < 0 is padding
+        nonfinite: torch.Tensor | None,  # [2] int32: key and value vectors with NaN/inf are added here
+    ) -> None: ...
+
+    def decode(
+        self,
+        query: torch.Tensor,  # [N, Hq, D] fp16/bf16
+        cache: torch.Tensor,  # [nb, bs, Hk, slot_stride] uint8
+        block_table: torch.Tensor,  # [B, M] int32
+        seq_lens: torch.Tensor,  # [B] int32
+        query_start_loc: torch.Tensor | None,  # [B + 1] int32; None: N == B, one token each
+        max_query_len: int,
+        scale: float,
+        sinks: torch.Tensor | None,  # [Hq] fp32
+        out: torch.Tensor,  # [N, Hq, Dv] written, dtype of query
+        lse: torch.Tensor | None,  # [N, Hq] fp32, written
+        workspace: Any,
+    ) -> None: ...
+
+    def dequantize(
+        self,
+        cache: torch.Tensor,  # [nb, bs, Hk, slot_stride] uint8
+        block_table: torch.Tensor,  # [B, M] int32
+        seq_lens: torch.Tensor,  # [B] int32
+        starts: torch.Tensor,  # [B] int32, first token of each sequence to read
+        cu_lens: torch.Tensor,  # [B + 1] int32, offsets of each sequence's rows in the outputs
+        key_out: torch.Tensor,  # [sum, Hk, D] fp16/bf16/fp32, written
+        value_out: torch.Tensor,  # [sum, Hk, Dv] written
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """Declaration of one backend.
+
+    name: unique. priority: higher is preferred. layout: name of the layout it reads, "soa" or "aos" ("any":
+    whatever is asked for). requires: the whole of its eligibility. ops: "module:class" of its
+    :class:`LayerOps`, module relative to ``turboquant_rocm.backends``. automatic: False for backends that only
+    an explicit request may choose. rel_tol: largest relative L2 error of decode against the fp64 oracle over the
+    dequantised cache that is accepted, per query dtype.
+    """
+
+    name: str
+    priority: int
+    layout: str
+    requires: tuple[Requirement, ...]
+    ops: str
+    automatic: bool = True
+    rel_tol: Mapping[str, float] = MappingProxyType({"bf16": 1e-2, "fp16": 2e-3})
+    description: str = ""
+
+    def refusals(self, request: Request) -> tuple[Refusal, ...]:
+        """Every reason why this backend cannot serve ``request``; empty if it can."""
+        return refusals(self.requires, request)
+
+    def load_ops(self) -> type[LayerOps]:
+        """Import the kernels: the only place where a backend touches torch, triton or flydsl."""
+        module, _, attribute = self.ops.partition(":")
+        loaded: type[LayerOps] = getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
+        return loaded
+
+
+_REGISTRY: dict[str, Backend] = {}
+
+
+def register(backend: Backend) -> Backend:
+    """Add a declaration to the registry; a name can be taken once."""
+    other = _REGISTRY.get(backend.name)
+    if other is not None and other != backend:
+        raise SpecError("backend name", backend.name, "a name that is not taken")
+    _REGISTRY[backend.name] = backend
+    return backend
+
+
+@cache
+def _discover() -> None:
+    for info in pkgutil.iter_modules(__path__):
+        if not info.name.startswith("_"):
+            importlib.import_module(f"{__name__}.{info.name}")
+
+
+def backends() -> tuple[Backend, ...]:
+    """All registered backends, highest priority first."""
+    _discover()
+    return tuple(sorted(_REGISTRY.values(), key=lambda b: (-b.priority, b.name)))
+
+
+def get_backend(name: str) -> Backend:
+    """The backend called ``name``; SpecError lists the names there are."""
+    _discover()
+    try:
+        return _REGISTRY[name]
+    except KeyError:
+        raise SpecError("backend", name, "one of " + ", ".join(b.name for b in backends())) from None

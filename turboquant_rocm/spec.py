@@ -1,0 +1,237 @@
+"""What is asked for, as frozen data: presets, layers, models and targets. No torch here.
+
+Everything else in the package (dispatch, layouts, kernels, reports) is a function of these values, so they
+are hashable, comparable and validated when they are made. An invalid value raises :class:`SpecError`, which
+names the field, what it was and what is allowed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, Final
+
+__all__ = [
+    "AttentionKind",
+    "Dtype",
+    "LayerSpec",
+    "ModelSpec",
+    "NormMeaning",
+    "Preset",
+    "SpecError",
+    "Target",
+]
+
+
+class SpecError(ValueError):
+    """A field of a specification is wrong. ``field`` names it, ``got`` is its value, ``wants`` what is allowed."""
+
+    def __init__(self, field: str, got: object, wants: str) -> None:
+        self.field = field
+        self.got = got
+        self.wants = wants
+        super().__init__(f"{field}={got!r} (wants {wants})")
+
+
+def _int(field: str, value: object, low: int, high: int | None = None) -> int:
+    """``value`` as an int in [low, high], or a SpecError. bool and integral floats are not integers here."""
+    wants = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise SpecError(field, value, wants)
+    if value < low or (high is not None and value > high):
+        raise SpecError(field, value, wants)
+    return value
+
+
+class AttentionKind(str, Enum):
+    """What kind of token mixing a layer does; only the first three keep a per-token K/V cache that we store."""
+
+    FULL = "full"
+    SLIDING = "sliding"
+    CHUNKED = "chunked"
+    LINEAR = "linear"
+    MLA = "mla"
+    CROSS = "cross"
+    ENCODER = "encoder"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Dtype(str, Enum):
+    """Dtype of queries, raw keys and raw values."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class NormMeaning(str, Enum):
+    """What the stored key norm is. Two layouts that agree on bytes can still differ in this.
+
+    ``none``: no norm is stored (FP8 keys). ``raw``: ||k||. ``folded``: ||k|| / ||c||, c the centroid vector,
+    so that the reader multiplies and never normalises.
+    """
+
+    NONE = "none"
+    RAW = "raw"
+    FOLDED = "folded"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+FP8_KEY_BITS: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """How one token is stored. Read from ``configs/presets.yaml``, the only place where presets are defined.
+
+    key_bits: 8 is FP8 E4M3FN without rotation; 2, 3 and 4 are Lloyd-Max codes of the rotated unit vector.
+    value_bits: uniform codes between the vector's own minimum and maximum.
+    norm_correction: the centroid vector is renormalised (once, by the store kernel or by every reader: see
+    :class:`NormMeaning`).
+    """
+
+    name: str
+    key_bits: int
+    value_bits: int
+    norm_correction: bool
+    description: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        if self.key_bits not in (2, 3, 4, FP8_KEY_BITS):
+            raise SpecError("key_bits", self.key_bits, "one of 8 (FP8), 4, 3, 2")
+        if self.value_bits not in (2, 3, 4):
+            raise SpecError("value_bits", self.value_bits, "one of 4, 3, 2")
+        if self.norm_correction and self.fp8_keys:
+            raise SpecError("norm_correction", True, "false with FP8 keys, which have no codebook")
+
+    @property
+    def fp8_keys(self) -> bool:
+        """True if keys are FP8 E4M3FN bytes instead of codebook indices."""
+        return self.key_bits == FP8_KEY_BITS
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What one attention layer needs, on tensor-parallel-local heads.
+
+    index: position in the model. num_heads, num_kv_heads: query and KV heads on this rank.
+    head_size: width of queries and keys; value_head_size: width of values (default: head_size).
+    window: number of keys a token sees, itself included (``kind`` is then ``sliding``); None is unlimited.
+    sinks: a learned logit per query head joins the softmax denominator.
+    soft_cap: s -> soft_cap * tanh(s / soft_cap) on the scaled scores. scale: softmax scale, default 1/sqrt(D).
+    kv_shared_with: index of the layer whose cache this layer reads instead of its own.
+    notes: facts worth printing about this layer, ``unknown: ...`` for what the model description did not say.
+    """
+
+    index: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    kind: AttentionKind = AttentionKind.FULL
+    value_head_size: int | None = None
+    window: int | None = None
+    sinks: bool = False
+    soft_cap: float | None = None
+    scale: float | None = None
+    dtype: Dtype = Dtype.BF16
+    kv_shared_with: int | None = None
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", AttentionKind(self.kind))
+        object.__setattr__(self, "dtype", Dtype(self.dtype))
+        _int("index", self.index, 0)
+        _int("num_heads", self.num_heads, 1)
+        _int("num_kv_heads", self.num_kv_heads, 1)
+        _int("head_size", self.head_size, 1, 4096)
+        if self.value_head_size is None:
+            object.__setattr__(self, "value_head_size", self.head_size)
+        _int("value_head_size", self.value_head_size, 1, 4096)
+        if self.num_heads % self.num_kv_heads:
+            raise SpecError("num_heads", self.num_heads, f"a multiple of num_kv_heads={self.num_kv_heads}")
+        if self.window is not None:
+            _int("window", self.window, 1)
+        if self.kind is AttentionKind.SLIDING and self.window is None:
+            raise SpecError("window", None, "an integer >= 1 for a sliding layer")
+        if self.soft_cap is not None and not self.soft_cap > 0:
+            raise SpecError("soft_cap", self.soft_cap, "a number > 0, or none")
+        if self.scale is not None and not self.scale > 0:
+            raise SpecError("scale", self.scale, "a number > 0, or none for 1/sqrt(head_size)")
+
+    @property
+    def gqa_ratio(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def value_size(self) -> int:
+        """Width of a value vector; ``value_head_size`` with its default filled in."""
+        assert self.value_head_size is not None
+        return self.value_head_size
+
+    @property
+    def softmax_scale(self) -> float:
+        """The softmax scale, 1/sqrt(head_size) unless the model says otherwise."""
+        return self.scale if self.scale is not None else float(self.head_size) ** -0.5
+
+    def with_(self, **changes: Any) -> LayerSpec:
+        """A copy with some fields changed; value_head_size follows head_size if it was equal to it."""
+        if "head_size" in changes and "value_head_size" not in changes and self.value_size == self.head_size:
+            changes["value_head_size"] = changes["head_size"]
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A model as far as its KV cache is concerned: a name, where it was read from, and its layers in order.
+
+    layers hold tensor-parallel-local heads if ``tp`` > 1. hybrid: some layers keep no K/V cache (linear
+    attention, state-space layers). warnings: what the description left open.
+    """
+
+    name: str
+    layers: tuple[LayerSpec, ...]
+    source: str = ""
+    model_type: str = ""
+    tp: int = 1
+    max_position: int | None = None
+    warnings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise SpecError("layers", 0, "at least one layer")
+
+    @property
+    def hybrid(self) -> bool:
+        """True if some layers mix tokens without a per-token K/V cache."""
+        return any(layer.kind is AttentionKind.LINEAR for layer in self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A GPU (or the CPU) that kernels are chosen for. Facts come from ``configs/targets.yaml``.
+
+    arch is what everything matches on: ``gfx942``, ``gfx950``, ``sm_90``, ``cpu``. Capability numbers are never
+    compared: on ROCm torch calls the device "cuda", and gfx1100 reports (11, 0).
+    """
+
+    vendor: str
+    arch: str
+    name: str = field(default="", compare=False)
+    wave_size: int = field(default=32, compare=False)
+    lds_bytes: int = field(default=0, compare=False)
+    fp8_format: str | None = field(default=None, compare=False)
+    compute_units: int | None = field(default=None, compare=False)
+    clock_ghz: float | None = field(default=None, compare=False)
+    memory_tb_s: float | None = field(default=None, compare=False)
+    memory_gib: float | None = field(default=None, compare=False)
+
+    def __str__(self) -> str:
+        return self.arch
