@@ -1,0 +1,61 @@
+"""The parts of a slot: what one token of one KV head keeps, whatever the layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from ..codebook import rotation_factors
+from ..spec import Preset, SpecError
+
+__all__ = ["FIELD_NAMES", "FP16_BYTES", "Slot", "packed_bytes"]
+
+FIELD_NAMES: Final = ("key_data", "key_norm", "value_data", "value_scale", "value_zero")
+"""Every part of a slot, in AoS order. FP8 presets have no ``key_norm``."""
+
+FP16_BYTES: Final = 2
+
+
+def packed_bytes(count: int, bits: int) -> int:
+    """Bytes of ``count`` codes of ``bits`` bits, as one little-endian bit stream."""
+    return (count * bits + 7) // 8
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Sizes in bytes of the parts of one slot."""
+
+    key_data: int
+    key_norm: int
+    value_data: int
+    value_scale: int = FP16_BYTES
+    value_zero: int = FP16_BYTES
+
+    @classmethod
+    def of(cls, preset: Preset, head_size: int, value_head_size: int) -> Slot:
+        """The slot of ``preset``; SpecError if the keys must be rotated and ``head_size`` has no rotation."""
+        if head_size < 1:
+            raise SpecError("head_size", head_size, "an integer >= 1")
+        if value_head_size < 1:
+            raise SpecError("value_head_size", value_head_size, "an integer >= 1")
+        if preset.fp8_keys:
+            return cls(head_size, 0, packed_bytes(value_head_size, preset.value_bits))
+        rotation_factors(head_size)
+        return cls(
+            packed_bytes(head_size, preset.key_bits), FP16_BYTES, packed_bytes(value_head_size, preset.value_bits)
+        )
+
+    @property
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """(name, bytes) of every part that is there, in AoS order."""
+        return tuple((name, size) for name in FIELD_NAMES if (size := getattr(self, name)))
+
+    @property
+    def used(self) -> int:
+        """Bytes that hold something."""
+        return sum(size for _, size in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slot: ``used`` rounded up to an even size."""
+        return self.used + self.used % 2
