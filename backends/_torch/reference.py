@@ -1,0 +1,275 @@
+"""TurboQuant in plain torch: the reference of the package, and with fp64 math the oracle of its tests.
+
+It follows design.md sections 4 and 5 sentence by sentence, and shares no code with any kernel. Every
+per-vector result is built from elementwise operations in a fixed order (butterflies, a pairwise sum), never
+from a library matrix product or reduction, so the bytes of a token do not depend on how many tokens are stored
+in one call, nor on the device.
+
+Non-finite input. A key or value vector that holds a NaN or an infinity is stored as the zero vector
+(codes of 0, norm 0; or scale 0, zero point 0), and counted. It cannot be represented, clamping it would invent
+a direction, and the token stays harmless: score 0, value 0.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache as memo
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from ...codebook import centroids, midpoints, rotation_factors, small_hadamard
+from ...dispatch import Decision
+from ...layouts import Layout
+from ...layouts.packing import pack, unpack
+from ...layouts.views import field_view, read_fp16, write_fp16
+from ...spec import NormMeaning
+
+__all__ = ["ReferenceOps", "rotate"]
+
+FP16_MAX: Final = 65504.0
+FP8_MAX: Final = 448.0
+KEY_EPS: Final = 1e-8  # added to the norm before dividing by it
+CENTROID_EPS: Final = 1e-16  # added to the squared norm of a centroid vector
+MIN_STEP: Final = 1e-8  # smallest value scale
+BIG: Final = 2.0**60  # a key beyond this is scaled down by SHRINK before it is squared
+SHRINK: Final = 2.0**-80
+
+
+@memo
+def _constant(kind: str, head_size: int, bits: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    table = {"centroids": centroids, "midpoints": midpoints}[kind](head_size, bits)
+    return torch.from_numpy(np.array(table)).to(device=device, dtype=dtype)
+
+
+def _tree_sum(x: torch.Tensor) -> torch.Tensor:
+    """Sum over the last dimension, pairwise in a fixed order: [..., n] -> [...]."""
+    n = x.shape[-1]
+    size = 1 << (n - 1).bit_length()
+    x = torch.nn.functional.pad(x, (0, size - n))
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    return x[..., 0]
+
+
+def rotate(x: torch.Tensor, inverse: bool = False) -> torch.Tensor:
+    """y = R x (or x = R^T y) over the last dimension [..., D], by butterflies; R as in codebook.rotation."""
+    d = x.shape[-1]
+    m, p = rotation_factors(d)
+    shape = x.shape
+    y = x.reshape(*shape[:-1], m, p)
+    step = 1
+    while step < p:  # Sylvester part, on runs of p contiguous coordinates; it is its own transpose
+        pairs = y.reshape(*shape[:-1], m, p // (2 * step), 2, step)
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        y = torch.stack([a + b, a - b], -2).reshape(*shape[:-1], m, p)
+        step *= 2
+    if m > 1:  # Paley part, across the m runs
+        signs = small_hadamard(m).T if inverse else small_hadamard(m)
+        rows = []
+        for i in range(m):
+            total = y[..., 0, :] if signs[i, 0] > 0 else -y[..., 0, :]
+            for j in range(1, m):
+                total = total + y[..., j, :] if signs[i, j] > 0 else total - y[..., j, :]
+            rows.append(total)
+        y = torch.stack(rows, -2)
+    return y.reshape(shape) * (1.0 / math.sqrt(d))
+
+
+class ReferenceOps:
+    """LayerOps in plain torch. ``math_dtype``: torch.float32, or torch.float64 for the oracle.
+
+    Unlike the kernels it reads lengths on the host.
+    """
+
+    def __init__(
+        self, decision: Decision, layout: Layout, *, math_dtype: torch.dtype = torch.float32, **options: Any
+    ) -> None:
+        if options:
+            raise TypeError(f"torch_reference has no options {sorted(options)}")
+        if math_dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"math_dtype={math_dtype} (wants torch.float32 or torch.float64)")
+        self.layer = decision.layer
+        self.layout = layout
+        self.preset = layout.preset
+        self.math = math_dtype
+
+    # ---- store ------------------------------------------------------------------------------------------
+
+    def store(
+        self,
+        key: torch.Tensor,  # [T, Hk, D]
+        value: torch.Tensor,  # [T, Hk, Dv]
+        cache: torch.Tensor,  # [nb, bs, Hk, slot_stride] uint8
+        slot_mapping: torch.Tensor,  # [T] int
+        nonfinite: torch.Tensor | None = None,  # [2] int32
+    ) -> None:
+        """Quantise and write the tokens whose slot is not negative."""
+        kept = slot_mapping >= 0
+        slots = slot_mapping[kept].long()
+        block, offset = slots // self.layout.block_size, slots % self.layout.block_size
+        fields, bad = self.encode(key[kept], value[kept])
+        for name, data in fields.items():
+            field_view(cache, self.layout, name)[block, offset] = data
+        if nonfinite is not None:
+            nonfinite += bad.to(nonfinite)
+
+    def encode(
+        self,
+        key: torch.Tensor,  # [T, Hk, D]
+        value: torch.Tensor,  # [T, Hk, Dv]
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """The bytes of every field, uint8 [T, Hk, nbytes], and how many key and value vectors were non-finite."""
+        bad_key = ~torch.isfinite(key).all(-1)  # [T, Hk]
+        bad_value = ~torch.isfinite(value).all(-1)
+        key = key.masked_fill(bad_key[..., None], 0.0)
+        value = value.masked_fill(bad_value[..., None], 0.0)
+        fields = self._encode_fp8(key) if self.preset.fp8_keys else self._encode_codebook(key)
+        fields.update(self._encode_value(value, bad_value))
+        return fields, torch.stack([bad_key.sum(), bad_value.sum()])
+
+    def _encode_fp8(self, key: torch.Tensor) -> dict[str, torch.Tensor]:
+        clamped = key.to(torch.float32).clamp(-FP8_MAX, FP8_MAX)
+        data = clamped.to(torch.float8_e4m3fn).view(torch.uint8)  # round to nearest even
+        return {"key_data": torch.where(data == 0x80, torch.zeros_like(data), data)}  # -0 is written as 0
+
+    def _encode_codebook(self, key: torch.Tensor) -> dict[str, torch.Tensor]:
+        d, bits = key.shape[-1], self.preset.key_bits
+        k = key.to(self.math)
+        shrink = torch.where(k.abs().amax(-1) > BIG, SHRINK, 1.0).to(self.math)  # exact, keeps squares finite
+        scaled = k * shrink[..., None]
+        norm = _tree_sum(scaled * scaled).sqrt()  # [T, Hk], of the scaled vector
+        y = rotate(scaled / (norm + KEY_EPS)[..., None])
+        codes = torch.bucketize(y, _constant("midpoints", d, bits, self.math, key.device), right=True)
+        norm = norm / shrink
+        if self.layout.norm_meaning is NormMeaning.FOLDED:
+            norm = norm / self._centroid_norm(codes, d, bits)
+        stored = norm.clamp(max=FP16_MAX)
+        return {"key_data": pack(codes, bits), "key_norm": write_fp16(stored)}
+
+    def _centroid_norm(self, codes: torch.Tensor, d: int, bits: int) -> torch.Tensor:
+        c = _constant("centroids", d, bits, self.math, codes.device)[codes.long()]
+        return (_tree_sum(c * c) + CENTROID_EPS).sqrt()
+
+    def _encode_value(self, value: torch.Tensor, bad: torch.Tensor) -> dict[str, torch.Tensor]:
+        levels = 2**self.preset.value_bits - 1
+        v = value.to(torch.float32).clamp(-FP16_MAX, FP16_MAX)  # always fp32: it decides the bytes
+        low, high = v.amin(-1), v.amax(-1)
+        scale = (high - low).clamp(min=MIN_STEP * levels) / levels
+        codes = ((v - low[..., None]) / scale[..., None] + 0.5).floor().clamp(0, levels)
+        return {
+            "value_data": pack(codes.to(torch.int64), self.preset.value_bits),
+            "value_scale": write_fp16(scale.clamp(max=FP16_MAX)),
+            "value_zero": write_fp16(low),
+        }
+
+    # ---- read -------------------------------------------------------------------------------------------
+
+    def _decode_key(self, fields: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Keys [..., D] in ``math`` dtype, in the rotated domain if the preset rotates."""
+        d, bits = self.layout.head_size, self.preset.key_bits
+        if self.preset.fp8_keys:
+            return fields["key_data"].contiguous().view(torch.float8_e4m3fn).to(self.math)
+        codes = unpack(fields["key_data"], bits, d)
+        c = _constant("centroids", d, bits, self.math, codes.device)[codes.long()]
+        norm = read_fp16(fields["key_norm"]).to(self.math)
+        if self.preset.norm_correction and self.layout.norm_meaning is NormMeaning.RAW:
+            norm = norm / self._centroid_norm(codes, d, bits)
+        return c * norm[..., None]
+
+    def _decode_value(self, fields: dict[str, torch.Tensor]) -> torch.Tensor:
+        codes = unpack(fields["value_data"], self.preset.value_bits, self.layout.value_head_size)
+        scale = read_fp16(fields["value_scale"]).to(self.math)
+        zero = read_fp16(fields["value_zero"]).to(self.math)
+        return codes.to(self.math) * scale[..., None] + zero[..., None]
+
+    def read(
+        self, cache: torch.Tensor, blocks: torch.Tensor, start: int, stop: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [stop - start, Hk, D] of tokens [start, stop) of one sequence, rotated back.
+
+        blocks: [M] block ids of the sequence; only those that hold the range are read.
+        """
+        token = torch.arange(start, stop, device=cache.device)
+        block, offset = blocks[token // self.layout.block_size].long(), token % self.layout.block_size
+        fields = {name: field_view(cache, self.layout, name)[block, offset] for name, _ in self.layout.places}
+        key = self._decode_key(fields)
+        return (key if self.preset.fp8_keys else rotate(key, inverse=True)), self._decode_value(fields)
+
+    def dequantize(
+        self,
+        cache: torch.Tensor,  # [nb, bs, Hk, slot_stride] uint8
+        block_table: torch.Tensor,  # [B, M] int32
+        seq_lens: torch.Tensor,  # [B] int32
+        starts: torch.Tensor,  # [B] int32
+        cu_lens: torch.Tensor,  # [B + 1] int32
+        key_out: torch.Tensor,  # [sum, Hk, D]
+        value_out: torch.Tensor,  # [sum, Hk, Dv]
+    ) -> None:
+        """Tokens [starts, seq_lens) of every sequence, one after the other."""
+        rows = cu_lens.tolist()
+        for b, (start, stop) in enumerate(zip(starts.tolist(), seq_lens.tolist(), strict=True)):
+            if stop > start:
+                key, value = self.read(cache, block_table[b], start, stop)
+                key_out[rows[b] : rows[b + 1]] = key.to(key_out.dtype)
+                value_out[rows[b] : rows[b + 1]] = value.to(value_out.dtype)
+
+    def decode(
+        self,
+        query: torch.Tensor,  # [N, Hq, D]
+        cache: torch.Tensor,  # [nb, bs, Hk, slot_stride] uint8
+        block_table: torch.Tensor,  # [B, M] int32
+        seq_lens: torch.Tensor,  # [B] int32
+        query_start_loc: torch.Tensor | None,  # [B + 1] int32
+        max_query_len: int,
+        scale: float,
+        sinks: torch.Tensor | None,  # [Hq] fp32
+        out: torch.Tensor,  # [N, Hq, Dv]
+        lse: torch.Tensor | None,  # [N, Hq]
+        workspace: Any = None,
+    ) -> None:
+        """Attention of every query token to its own sequence; see BoundLayer.decode."""
+        starts = list(range(len(seq_lens) + 1)) if query_start_loc is None else query_start_loc.tolist()
+        for b, seq_len in enumerate(seq_lens.tolist()):
+            rows = slice(starts[b], starts[b + 1])
+            if rows.start == rows.stop:
+                continue
+            o, s = self._attend(query[rows], cache, block_table[b], seq_len, scale, sinks)
+            out[rows] = o.to(out.dtype)
+            if lse is not None:
+                lse[rows] = s.to(lse.dtype)
+
+    def _attend(
+        self,
+        query: torch.Tensor,  # [q, Hq, D]
+        cache: torch.Tensor,
+        blocks: torch.Tensor,  # [M]
+        seq_len: int,
+        scale: float,
+        sinks: torch.Tensor | None,  # [Hq]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q, hq, _ = query.shape
+        groups = self.layer.gqa_ratio
+        # Row j sees keys [low, high): high = seq_len - q + j + 1, low = high - window.
+        high = seq_len - q + 1 + torch.arange(q, device=query.device)  # [q]
+        low = torch.zeros_like(high) if self.layer.window is None else (high - self.layer.window).clamp(min=0)
+        first = min(int(low.min()), max(seq_len, 0))
+        key, value = self.read(cache, blocks, first, max(seq_len, first))  # [S, Hk, *]
+        key = key.repeat_interleave(groups, 1)  # [S, Hq, D]
+        value = value.repeat_interleave(groups, 1)
+        score = torch.einsum("qhd,shd->qhs", query.to(self.math), key) * scale
+        if self.layer.soft_cap is not None:
+            score = self.layer.soft_cap * torch.tanh(score / self.layer.soft_cap)
+        token = torch.arange(first, first + len(key), device=query.device)
+        visible = (token >= low[:, None]) & (token < high[:, None])  # [q, S]
+        score = score.masked_fill(~visible[:, None], -math.inf)
+        if sinks is not None:  # one more logit in the denominator, with no value
+            sink = sinks.to(self.math).expand(q, hq)[..., None]
+            score = torch.cat([score, sink], -1)
+        lse = torch.logsumexp(score, -1)  # [q, Hq]
+        lse = lse.masked_fill(~visible.any(-1)[:, None], -math.inf)
+        weight = torch.exp(score - lse.masked_fill(lse == -math.inf, math.inf)[..., None])[..., : len(key)]
+        weight = weight.masked_fill(~visible[:, None], 0.0)
+        return torch.einsum("qhs,shd->qhd", weight, value), lse
