@@ -15,10 +15,8 @@ if __name__ != "turboquant_rocm.backends":
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..eligibility import Refusal, Request, Requirement, refusals
@@ -95,12 +93,16 @@ class Backend:
     requires: tuple[Requirement, ...]
     ops: str
     automatic: bool = True
-    rel_tol: Mapping[str, float] = MappingProxyType({"bf16": 1e-2, "fp16": 2e-3})
+    rel_tol: tuple[tuple[str, float], ...] = (("bf16", 1e-2), ("fp16", 2e-3))
     description: str = ""
 
     def refusals(self, request: Request) -> tuple[Refusal, ...]:
         """Every reason why this backend cannot serve ``request``; empty if it can."""
         return refusals(self.requires, request)
+
+    def tolerance(self, dtype: str) -> float:
+        """``rel_tol`` of a query dtype."""
+        return dict(self.rel_tol)[str(dtype)]
 
     def load_ops(self) -> type[LayerOps]:
         """Import the kernels: the only place where a backend touches torch, triton or flydsl."""
