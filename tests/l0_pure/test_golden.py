@@ -110,7 +110,7 @@ def test_outputs(case: GoldenCase, name: str, groups: int):
     assert error <= limit, f"{error:.2e} > {limit:.2e}"
     if with_sinks:
         plain = torch.from_numpy(case.outputs["out_soa_uni"][:, position].copy())
-        assert (got - want).norm() < 0.3 * (got - plain).norm(), "sinks must make a difference"
+        assert (got - want).norm() < 0.6 * (got - plain).norm(), "sinks must make a difference"
 
 
 def test_layout_tag_of_golden_shapes():
