@@ -21,7 +21,9 @@ def places(slot: Slot, num_kv_heads: int, block_size: int, slot_stride: int) -> 
     found: dict[str, Place] = {}
     base = 0
     for name, nbytes in slot.parts:
-        found[name] = Place(base, token_stride=num_kv_heads * slot_stride, head_stride=slot_stride, nbytes=nbytes)
+        found[name] = Place(
+            base, token_stride=num_kv_heads * slot_stride, head_stride=slot_stride, nbytes=nbytes
+        )
         base += nbytes
     return found
 

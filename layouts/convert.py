@@ -38,7 +38,9 @@ def convert(
     """
     for name in ("preset", "head_size", "value_head_size", "num_kv_heads", "block_size"):
         if getattr(source, name) != getattr(target, name):
-            raise SpecError(f"target {name}", getattr(target, name), f"{getattr(source, name)}, as in the source")
+            raise SpecError(
+                f"target {name}", getattr(target, name), f"{getattr(source, name)}, as in the source"
+            )
     check_cache(cache, source)
     if out is None:
         out = allocate(target, cache.shape[0], cache.device)

@@ -42,7 +42,9 @@ class Slot:
             return cls(head_size, 0, packed_bytes(value_head_size, preset.value_bits))
         rotation_factors(head_size)
         return cls(
-            packed_bytes(head_size, preset.key_bits), FP16_BYTES, packed_bytes(value_head_size, preset.value_bits)
+            packed_bytes(head_size, preset.key_bits),
+            FP16_BYTES,
+            packed_bytes(value_head_size, preset.value_bits),
         )
 
     @property

@@ -37,7 +37,9 @@ def places(slot: Slot, num_kv_heads: int, block_size: int, slot_stride: int) -> 
     row = slot.key_data + slot.value_data
     found = {
         "key_data": Place(0, token_stride=num_kv_heads * row, head_stride=row, nbytes=slot.key_data),
-        "value_data": Place(slot.key_data, token_stride=num_kv_heads * row, head_stride=row, nbytes=slot.value_data),
+        "value_data": Place(
+            slot.key_data, token_stride=num_kv_heads * row, head_stride=row, nbytes=slot.value_data
+        ),
     }
     meta = _meta(slot)
     for position, name in enumerate(meta):
@@ -52,4 +54,6 @@ def places(slot: Slot, num_kv_heads: int, block_size: int, slot_stride: int) -> 
 
 def content_bytes(slot: Slot, num_kv_heads: int, block_size: int, slot_stride: int) -> int:
     """Bytes from the start of a block to the end of its meta region."""
-    return _meta_base(slot, num_kv_heads, block_size) + num_kv_heads * len(_meta(slot)) * block_size * FP16_BYTES
+    return (
+        _meta_base(slot, num_kv_heads, block_size) + num_kv_heads * len(_meta(slot)) * block_size * FP16_BYTES
+    )

@@ -12,7 +12,9 @@ from turboquant_rocm import BoundLayer, Decision, LayerSpec, PagedCache, Target,
 CPU = Target("cpu", "cpu")
 
 
-def layer_spec(head_size: int, num_kv_heads: int, gqa_ratio: int, dtype: str = "bf16", **more: Any) -> LayerSpec:
+def layer_spec(
+    head_size: int, num_kv_heads: int, gqa_ratio: int, dtype: str = "bf16", **more: Any
+) -> LayerSpec:
     """A layer; ``window`` makes it a sliding one."""
     kind = "sliding" if more.get("window") else "full"
     return LayerSpec(0, num_kv_heads * gqa_ratio, num_kv_heads, head_size, kind=kind, dtype=dtype, **more)
@@ -45,7 +47,9 @@ def shuffled_tables(
         used += count
         table[i, :count] = blocks.int()
         position = torch.arange(length)
-        slots.append(blocks[position // block_size] * block_size + position % block_size if count else position)
+        slots.append(
+            blocks[position // block_size] * block_size + position % block_size if count else position
+        )
     return table, slots, num_blocks
 
 
@@ -67,4 +71,8 @@ def gaussian(
     return (torch.randn(shape, generator=generator) * scale).to(dtype)
 
 
-TORCH_DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+TORCH_DTYPES: Mapping[str, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}

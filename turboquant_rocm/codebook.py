@@ -20,7 +20,15 @@ import numpy.typing as npt
 
 from .spec import SpecError
 
-__all__ = ["SMALL_ORDERS", "centroids", "lloyd_max", "midpoints", "rotation", "rotation_factors", "small_hadamard"]
+__all__ = [
+    "SMALL_ORDERS",
+    "centroids",
+    "lloyd_max",
+    "midpoints",
+    "rotation",
+    "rotation_factors",
+    "small_hadamard",
+]
 
 F64 = npt.NDArray[np.float64]
 
@@ -59,7 +67,7 @@ def centroids(head_size: int, bits: int) -> npt.NDArray[np.float32]:
     """Centroids [2**bits] float32 for N(0, 1/head_size)."""
     if head_size < 1:
         raise SpecError("head_size", head_size, "an integer >= 1")
-    out = (lloyd_max(bits) / np.sqrt(head_size)).astype(np.float32)
+    out: npt.NDArray[np.float32] = (lloyd_max(bits) / np.sqrt(head_size)).astype(np.float32)
     out.setflags(write=False)
     return out
 
@@ -68,7 +76,7 @@ def centroids(head_size: int, bits: int) -> npt.NDArray[np.float32]:
 def midpoints(head_size: int, bits: int) -> npt.NDArray[np.float32]:
     """Decision thresholds [2**bits - 1] float32: a coordinate equal to one goes to the upper bucket."""
     c = lloyd_max(bits) / np.sqrt(head_size)
-    out = ((c[1:] + c[:-1]) / 2).astype(np.float32)
+    out: npt.NDArray[np.float32] = ((c[1:] + c[:-1]) / 2).astype(np.float32)
     out.setflags(write=False)
     return out
 

@@ -13,6 +13,7 @@ checks are made. Letters of the shapes: docs/design.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 import torch
@@ -47,7 +48,7 @@ class PagedCache:
     @property
     def num_blocks(self) -> int:
         """Blocks in the cache."""
-        return self.data.shape[0]
+        return int(self.data.shape[0])
 
     @property
     def nbytes(self) -> int:
@@ -268,8 +269,8 @@ class BoundLayer:
             _expect("lse", lse, (rows, layer.num_heads), (torch.float32, torch.float64), device, "[N, Hq]")
         if self.checks == "full" and query_start_loc is not None:
             loc = query_start_loc.tolist()
-            longest = max((b - a for a, b in zip(loc, loc[1:], strict=False)), default=0)
-            if loc[0] != 0 or any(b < a for a, b in zip(loc, loc[1:], strict=False)) or loc[-1] > rows:
+            longest = max((b - a for a, b in pairwise(loc)), default=0)
+            if loc[0] != 0 or any(b < a for a, b in pairwise(loc)) or loc[-1] > rows:
                 raise SpecError("query_start_loc", loc, f"ascending from 0 to at most N = {rows}")
             if max_query_len is not None and longest > max_query_len:
                 raise SpecError("max_query_len", max_query_len, f"at least {longest}, from query_start_loc")
@@ -305,7 +306,9 @@ class BoundLayer:
         torch.cumsum((seq_lens - starts).clamp(min=0), 0, out=cu_lens[1:])
         if total is None:
             total = int(cu_lens[-1])
-        dtype = dtype or {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.layer.dtype]
+        dtype = (
+            dtype or {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.layer.dtype]
+        )
         hk, layer = self.layout.num_kv_heads, self.layer
         key = torch.empty((total, hk, layer.head_size), dtype=dtype, device=cache.data.device)
         value = torch.empty((total, hk, layer.value_size), dtype=dtype, device=cache.data.device)
@@ -324,7 +327,7 @@ class BoundLayer:
     def _check_sequences(self, block_table: torch.Tensor, seq_lens: torch.Tensor, cache: PagedCache) -> int:
         device = cache.data.device
         _expect("seq_lens", seq_lens, (None,), (torch.int32,), device, "[B]")
-        batch = seq_lens.shape[0]
+        batch = int(seq_lens.shape[0])
         _expect("block_table", block_table, (batch, None), (torch.int32,), device, "[B, M]")
         if self.checks == "full" and batch:
             size, width = self.layout.block_size, block_table.shape[1]
@@ -334,7 +337,9 @@ class BoundLayer:
             used = torch.arange(width, device=device) * size < seq_lens[:, None]  # entries that will be read
             wrong = used & ((block_table < 0) | (block_table >= cache.num_blocks))
             if bool(wrong.any()):
-                raise SpecError("block_table", int(block_table[wrong][0]), f"block ids 0 to {cache.num_blocks - 1}")
+                raise SpecError(
+                    "block_table", int(block_table[wrong][0]), f"block ids 0 to {cache.num_blocks - 1}"
+                )
         return batch
 
 

@@ -44,7 +44,14 @@ def _int(field: str, value: object, low: int, high: int | None = None) -> int:
 
 
 class AttentionKind(str, Enum):
-    """What kind of token mixing a layer does; only the first three keep a per-token K/V cache that we store."""
+    """What kind of token mixing a layer does.
+
+    ``full``, ``sliding`` and ``chunked`` (a token sees the earlier tokens of its own chunk) keep one key and value
+    per token and head. ``mla`` keeps a latent vector per token. ``sparse`` selects or compresses the tokens it
+    reads (indexers, block-sparse or locality-sensitive attention). ``cross`` reads another sequence, ``encoder``
+    looks both ways. ``linear`` keeps a state of fixed size (linear attention, state-space, convolution), ``none``
+    mixes no tokens at all.
+    """
 
     FULL = "full"
     SLIDING = "sliding"
@@ -53,6 +60,8 @@ class AttentionKind(str, Enum):
     MLA = "mla"
     CROSS = "cross"
     ENCODER = "encoder"
+    SPARSE = "sparse"
+    NONE = "none"
 
     def __str__(self) -> str:
         return self.value
@@ -128,6 +137,7 @@ class LayerSpec:
     soft_cap: s -> soft_cap * tanh(s / soft_cap) on the scaled scores. scale: softmax scale, default 1/sqrt(D).
     kv_shared_with: index of the layer whose cache this layer reads instead of its own.
     notes: facts worth printing about this layer, ``unknown: ...`` for what the model description did not say.
+    chunk: tokens per chunk of a ``chunked`` layer. recurrent_state: the layer also keeps a state of fixed size.
     """
 
     index: int
@@ -143,6 +153,8 @@ class LayerSpec:
     dtype: Dtype = Dtype.BF16
     kv_shared_with: int | None = None
     notes: tuple[str, ...] = ()
+    chunk: int | None = None
+    recurrent_state: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", AttentionKind(self.kind))
@@ -160,6 +172,10 @@ class LayerSpec:
             _int("window", self.window, 1)
         if self.kind is AttentionKind.SLIDING and self.window is None:
             raise SpecError("window", None, "an integer >= 1 for a sliding layer")
+        if self.chunk is not None:
+            _int("chunk", self.chunk, 1)
+        if self.kind is AttentionKind.CHUNKED and self.chunk is None:
+            raise SpecError("chunk", None, "an integer >= 1 for a chunked layer")
         if self.soft_cap is not None and not self.soft_cap > 0:
             raise SpecError("soft_cap", self.soft_cap, "a number > 0, or none")
         if self.scale is not None and not self.scale > 0:
@@ -210,8 +226,8 @@ class ModelSpec:
 
     @property
     def hybrid(self) -> bool:
-        """True if some layers mix tokens without a per-token K/V cache."""
-        return any(layer.kind is AttentionKind.LINEAR for layer in self.layers)
+        """True if some layers keep a state of fixed size, beside or instead of a per-token K/V cache."""
+        return any(layer.kind is AttentionKind.LINEAR or layer.recurrent_state for layer in self.layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +236,11 @@ class Target:
 
     arch is what everything matches on: ``gfx942``, ``gfx950``, ``sm_90``, ``cpu``. Capability numbers are never
     compared: on ROCm torch calls the device "cuda", and gfx1100 reports (11, 0).
+
+    lds_bytes: LDS (shared memory) that a workgroup can use, per compute unit. fp8_format: the E4M3 format that
+    conversions and matrix instructions take natively, ``e4m3fn`` or ``e4m3fnuz``; None: FP8 is emulated. mfma:
+    shapes of the matrix instructions, for people. local: this machine's own device, so that optional packages are
+    probed here instead of taken to be installed.
     """
 
     vendor: str
@@ -232,6 +253,8 @@ class Target:
     clock_ghz: float | None = field(default=None, compare=False)
     memory_tb_s: float | None = field(default=None, compare=False)
     memory_gib: float | None = field(default=None, compare=False)
+    mfma: tuple[str, ...] = field(default=(), compare=False)
+    local: bool = field(default=False, compare=False)
 
     def __str__(self) -> str:
         return self.arch

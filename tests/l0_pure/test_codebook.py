@@ -9,9 +9,41 @@ from hypothesis import strategies as st
 
 from tests.golden_data import load
 from turboquant_rocm import SpecError
-from turboquant_rocm.codebook import centroids, lloyd_max, midpoints, rotation, rotation_factors, small_hadamard
+from turboquant_rocm.codebook import (
+    centroids,
+    lloyd_max,
+    midpoints,
+    rotation,
+    rotation_factors,
+    small_hadamard,
+)
 
-ROTATABLE = (1, 2, 4, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 512)
+ROTATABLE = (
+    1,
+    2,
+    4,
+    12,
+    16,
+    20,
+    24,
+    28,
+    32,
+    40,
+    48,
+    56,
+    64,
+    80,
+    96,
+    112,
+    128,
+    160,
+    192,
+    224,
+    256,
+    320,
+    384,
+    512,
+)
 
 
 def test_published_codebooks():
@@ -52,7 +84,9 @@ def test_distortion_is_the_gaussian_optimum(bits: int, distortion: float):
 def test_rotations_are_orthonormal_with_flat_entries(head_size: int):
     r = rotation(head_size)
     assert np.abs(r @ r.T - np.eye(head_size)).max() < 1e-6
-    assert np.allclose(np.abs(r), head_size**-0.5, rtol=1e-12), "a Hadamard-type matrix has entries of one size"
+    assert np.allclose(np.abs(r), head_size**-0.5, rtol=1e-12), (
+        "a Hadamard-type matrix has entries of one size"
+    )
 
 
 @pytest.mark.parametrize("head_size", [2, 64, 128, 256])

@@ -159,7 +159,13 @@ def test_nibble_and_three_bit_order(bits: int):
     ],
 )
 def test_wrong_geometry_is_refused_by_name(argument: str, value: object):
-    good = {"name": "soa", "preset": "turboquant_4bit_nc", "head_size": 128, "num_kv_heads": 8, "block_size": 16}
+    good = {
+        "name": "soa",
+        "preset": "turboquant_4bit_nc",
+        "head_size": 128,
+        "num_kv_heads": 8,
+        "block_size": 16,
+    }
     with pytest.raises(SpecError) as error:
         make_layout(**{**good, argument: value})
     assert error.value.field == ("layout" if argument == "name" else argument)

@@ -144,7 +144,11 @@ def test_sinks_are_needed_where_the_layer_has_them():
 
 @pytest.mark.parametrize(
     ("argument", "value"),
-    [("starts", torch.tensor([-1, 0, 0], dtype=INT)), ("starts", torch.zeros(2, dtype=INT)), ("dtype", torch.int8)],
+    [
+        ("starts", torch.tensor([-1, 0, 0], dtype=INT)),
+        ("starts", torch.zeros(2, dtype=INT)),
+        ("dtype", torch.int8),
+    ],
 )
 def test_dequantize_refuses_by_name(bound, argument: str, value: object):
     good = call(bound)
@@ -215,10 +219,18 @@ def test_wrapped_memory_is_checked(bound):
     good = torch.zeros((3, *layout.shape), dtype=torch.uint8)
     assert bound.wrap(good).num_blocks == 3
     assert bound.wrap(good).nbytes == good.numel()
-    for wrong in (good.to(torch.int8), good[..., :-2], good[..., :-2].contiguous(), good.flatten(2), good[:, ::2]):
+    for wrong in (
+        good.to(torch.int8),
+        good[..., :-2],
+        good[..., :-2].contiguous(),
+        good.flatten(2),
+        good[:, ::2],
+    ):
         with pytest.raises(SpecError, match="cache"):
             bound.wrap(wrong)
-    padded = reference(layer_spec(64, 2, 3), "turboquant_4bit_nc", "soa", 16, block_stride=layout.block_stride + 64)
+    padded = reference(
+        layer_spec(64, 2, 3), "turboquant_4bit_nc", "soa", 16, block_stride=layout.block_stride + 64
+    )
     with pytest.raises(SpecError, match="strides"):
         padded.wrap(good)
     with pytest.raises(TagError, match="block_stride"):

@@ -26,7 +26,7 @@ def test_real_input_through_all_presets_and_layouts(tmp_path: Path, capsys):
     code, rows = run(tmp_path, "--input", str(REAL))
     assert code == 0
     assert {(r["tensors"], r["preset"], r["layout"]) for r in rows} == {
-        (t, p, l) for t in ("l0", "l14") for p in preset_names() for l in ("aos", "soa")
+        (t, p, layout) for t in ("l0", "l14") for p in preset_names() for layout in ("aos", "soa")
     }
     for r in rows:
         assert r["ok"]
