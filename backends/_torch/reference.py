@@ -33,7 +33,7 @@ FP8_MAX: Final = 448.0
 KEY_EPS: Final = 1e-8  # added to the norm before dividing by it
 CENTROID_EPS: Final = 1e-16  # added to the squared norm of a centroid vector
 MIN_STEP: Final = 1e-8  # smallest value scale
-BIG: Final = 2.0**60  # a key beyond this is scaled down by SHRINK before it is squared
+BIG: Final = 2.0**56  # a key beyond this is scaled down by SHRINK before it is squared: D * BIG**2 fits fp32
 SHRINK: Final = 2.0**-80
 
 
@@ -141,7 +141,7 @@ class ReferenceOps:
         shrink = torch.where(k.abs().amax(-1) > BIG, SHRINK, 1.0).to(self.math)  # exact, keeps squares finite
         scaled = k * shrink[..., None]
         norm = _tree_sum(scaled * scaled).sqrt()  # [T, Hk], of the scaled vector
-        y = rotate(scaled / (norm + KEY_EPS)[..., None])
+        y = rotate(scaled / (norm + KEY_EPS * shrink)[..., None])
         codes = torch.bucketize(y, _constant("midpoints", d, bits, self.math, key.device), right=True)
         norm = norm / shrink
         if self.layout.norm_meaning is NormMeaning.FOLDED:

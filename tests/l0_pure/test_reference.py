@@ -295,6 +295,18 @@ def test_hostile_vectors_stay_where_they_are(kind: str, preset: str, layout: str
     assert torch.equal(out[:, :2], clean_out[:, :2]), "the other KV head's queries must not notice"
 
 
+@pytest.mark.parametrize("exponent", [40, 55, 57, 60, 63, 100, 120])
+def test_direction_does_not_depend_on_the_scale_of_a_key(exponent: int):
+    """bf16 reaches 3e38, whose square is not an fp32 number: codes stay those of the same key at scale 1."""
+    generator = torch.Generator().manual_seed(12)
+    bound = reference(layer_spec(256, 1, 1), "turboquant_4bit_nc", "aos", 16)
+    key = gaussian((16, 1, 256), generator, torch.bfloat16)
+    plain, _ = bound.ops.encode(key, key)
+    large, _ = bound.ops.encode(key * 2.0**exponent, key)
+    assert torch.equal(large["key_data"], plain["key_data"])
+    assert (read_fp16(large["key_norm"]) == 65504.0).all()
+
+
 def test_sinks_at_their_limits():
     generator = torch.Generator().manual_seed(6)
     with_sinks = reference(layer_spec(64, 1, 4, sinks=True), "turboquant_4bit_nc", "soa", 16)
