@@ -83,8 +83,11 @@ class Backend:
     name: unique. priority: higher is preferred. layout: name of the layout it reads, "soa" or "aos" ("any":
     whatever is asked for). requires: the whole of its eligibility. ops: "module:class" of its
     :class:`LayerOps`, module relative to ``turboquant_rocm.backends``. automatic: False for backends that only
-    an explicit request may choose. rel_tol: largest relative L2 error of decode against the fp64 oracle over the
-    dequantised cache that is accepted, per query dtype.
+    an explicit request may choose. ready: False while the kernels are not in this version; such a backend is
+    never chosen, and reports show where it would be (docs/adr/0003-planned-backends.md). max_splits: most partial
+    results per query row and head that decode keeps in its workspace (0: it needs none). rel_tol:
+    largest relative L2 error of decode against the fp64 oracle over the dequantised cache that is accepted, per
+    query dtype.
     """
 
     name: str
@@ -93,6 +96,8 @@ class Backend:
     requires: tuple[Requirement, ...]
     ops: str
     automatic: bool = True
+    ready: bool = True
+    max_splits: int = 0
     rel_tol: tuple[tuple[str, float], ...] = (("bf16", 1e-2), ("fp16", 2e-3))
     description: str = ""
 
@@ -106,6 +111,8 @@ class Backend:
 
     def load_ops(self) -> type[LayerOps]:
         """Import the kernels: the only place where a backend touches torch, triton or flydsl."""
+        if not self.ready:
+            raise SpecError("backend", self.name, "one whose kernels are in this version")
         module, _, attribute = self.ops.partition(":")
         loaded: type[LayerOps] = getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
         return loaded

@@ -1,31 +1,123 @@
-"""Which backend serves a layer: decided once, before the cache exists, because store writes for decode."""
+"""Which backend serves a layer: decided once, before the cache exists, because store writes for decode.
+
+:func:`decide` answers for one layer, ``plan`` (:mod:`.planning`) for a model. A policy can only narrow the choice.
+The logger ``turboquant_rocm.dispatch`` gets one line per group of equal decisions: INFO if the layer got the fastest
+backend built for its target, WARNING if it fell back, with every failed check; and again only when the answer to
+the same question changes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
+from typing import Any, Final
 
 from .backends import Backend, backends, get_backend
 from .eligibility import Code, Refusal, Request
-from .presets import get_preset
+from .packages import Environment
+from .presets import get_preset, load_yaml
 from .spec import LayerSpec, Preset, SpecError, Target
 
-__all__ = ["Decision", "IneligibleError", "Policy", "decide"]
+__all__ = [
+    "ENVIRONMENT_VARIABLES",
+    "Decision",
+    "IneligibleError",
+    "Policy",
+    "all_refusals",
+    "decide",
+    "log_decision",
+    "resolve",
+]
+
+logger = logging.getLogger(__name__)
+
+ENVIRONMENT_VARIABLES: Final = MappingProxyType(
+    {
+        "TURBOQUANT_ROCM_POLICY": "name of a policy in configs/policy",
+        "TURBOQUANT_ROCM_FORCE": "only this backend",
+        "TURBOQUANT_ROCM_DENY": "never these backends, separated by commas",
+        "TURBOQUANT_ROCM_REQUIRE": "one of these backends or an error, separated by commas",
+        "TURBOQUANT_ROCM_NO_FALLBACK": "1: the fastest backend built for the target, or an error",
+    }
+)
+"""Every environment variable that changes a decision, with what it means."""
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(filter(None, (name.strip() for name in text.split(","))))
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
     """How a user narrows the choice. It can never make an ineligible backend eligible.
 
-    force: only this backend. deny: never these. allow_fallback: False refuses anything but the first backend
-    in priority order that is built for the target. layout: only backends that read this layout.
+    force: only this backend. deny: never these. require: one of these, or an error (None: any). allow_fallback:
+    False refuses anything but the first backend in priority order that is built for the target. layout: only
+    backends that read this layout. planned: reckon with backends whose kernels are not in this version, for
+    reports about what is to come; what is decided so cannot be bound.
     """
 
     force: str | None = None
     deny: frozenset[str] = frozenset()
     allow_fallback: bool = True
     layout: str | None = None
+    require: frozenset[str] | None = None
+    planned: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("deny", "require"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                raise SpecError(f"policy {name}", value, "a collection of backend names")
+            if value is not None:
+                object.__setattr__(self, name, frozenset(value))
+        for name in sorted({*filter(None, [self.force]), *self.deny, *(self.require or ())}):
+            get_backend(name)
+        if self.layout not in (None, "soa", "aos"):
+            raise SpecError("policy layout", self.layout, "soa, aos or none")
+
+    @classmethod
+    def from_mapping(cls, data: Mapping[str, Any], source: str = "policy") -> Policy:
+        """A policy from plain values (YAML, JSON); SpecError names unknown fields."""
+        known = {f.name for f in fields(cls)} - {"planned"}
+        unknown = set(data) - known - {"description"}
+        if unknown:
+            raise SpecError(source, sorted(unknown), f"only the fields {', '.join(sorted(known))}")
+        values = {name: value for name, value in data.items() if name != "description"}
+        return cls(**values)
+
+    @classmethod
+    def named(cls, name: str) -> Policy:
+        """The policy ``configs/policy/<name>.yaml``; SpecError if there is none."""
+        if not name.replace("-", "").replace("_", "").isalnum():
+            raise SpecError("policy", name, "a name of letters, digits and dashes")
+        try:
+            data = load_yaml("policy", f"{name}.yaml")
+        except FileNotFoundError:
+            raise SpecError("policy", name, "the name of a file in configs/policy") from None
+        return cls.from_mapping(data or {}, f"policy {name}")
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Policy:
+        """The policy that the ``TURBOQUANT_ROCM_*`` variables ask for; without any, the default one."""
+        environ = os.environ if environ is None else environ
+        policy = (
+            cls.named(environ["TURBOQUANT_ROCM_POLICY"]) if environ.get("TURBOQUANT_ROCM_POLICY") else cls()
+        )
+        changes: dict[str, Any] = {}
+        if force := environ.get("TURBOQUANT_ROCM_FORCE"):
+            changes["force"] = force
+        if deny := environ.get("TURBOQUANT_ROCM_DENY"):
+            changes["deny"] = policy.deny | _names(deny)
+        if require := environ.get("TURBOQUANT_ROCM_REQUIRE"):
+            changes["require"] = _names(require)
+        if environ.get("TURBOQUANT_ROCM_NO_FALLBACK", "0") not in ("", "0"):
+            changes["allow_fallback"] = False
+        return replace(policy, **changes)
 
 
 class IneligibleError(SpecError):
@@ -48,31 +140,139 @@ class Decision:
     block_size: int
     backend: str
     layout: str
-    refused: Mapping[str, tuple[Refusal, ...]] = field(default_factory=lambda: MappingProxyType({}), hash=False)
+    refused: Mapping[str, tuple[Refusal, ...]] = field(
+        default_factory=lambda: MappingProxyType({}), hash=False
+    )
+
+    @property
+    def planned(self) -> str | None:
+        """The faster backend that would serve this layer if its kernels were in this version, if there is one."""
+        for name, why in self.refused.items():
+            if [refusal.code for refusal in why] == [Code.KERNELS]:
+                return name
+        return None
+
+    @property
+    def fell_back(self) -> bool:
+        """True if a faster backend that is built for this target, and there, was refused."""
+        return any(not {r.code for r in why} & {Code.ARCH, Code.KERNELS} for why in self.refused.values())
+
+
+def _policy_refusals(backend: Backend, policy: Policy, first: str | None) -> Iterable[Refusal]:
+    """Why ``policy`` forbids ``backend``. first: the fastest backend that is built for the target."""
+    if backend.name in policy.deny:
+        yield Refusal(Code.POLICY, "denied", f"{backend.name} not denied by the policy")
+    if policy.require is not None and backend.name not in policy.require:
+        yield Refusal(Code.POLICY, "not required", " or ".join(sorted(policy.require)))
+    if policy.layout not in (None, backend.layout) and backend.layout != "any":
+        yield Refusal(Code.POLICY, f"layout {backend.layout}", f"layout {policy.layout}")
+    if not policy.allow_fallback and policy.force is None and first is not None and backend.name != first:
+        yield Refusal(Code.POLICY, "fallback", f"{first}, or a policy that allows fallbacks")
+
+
+def _built_for(backend: Backend, request: Request, policy: Policy) -> bool:
+    if not (backend.ready or policy.planned):
+        return False
+    return all(r.check(request) is None for r in backend.requires if r.code is Code.ARCH)
+
+
+def all_refusals(request: Request, policy: Policy) -> dict[str, tuple[Refusal, ...]]:
+    """For every backend that ``policy`` lets be asked, in order of priority, its complete list of reasons."""
+    if policy.force is not None:
+        candidates: tuple[Backend, ...] = (get_backend(policy.force),)
+    else:
+        candidates = tuple(b for b in backends() if b.automatic)
+    first = next((b.name for b in candidates if _built_for(b, request, policy)), None)
+    found = {}
+    for backend in candidates:
+        why = [*backend.refusals(request), *_policy_refusals(backend, policy, first)]
+        if not (backend.ready or policy.planned):
+            why.append(Refusal(Code.KERNELS, "planned", "a version of this package that has its kernels"))
+        found[backend.name] = tuple(why)
+    return found
+
+
+def resolve(request: Request, policy: Policy) -> Decision:
+    """:func:`decide` for a ready-made request, without a log line."""
+    refused: dict[str, tuple[Refusal, ...]] = {}
+    for name, why in all_refusals(request, policy).items():
+        if not why:
+            backend = get_backend(name)
+            layout = (policy.layout or "soa") if backend.layout == "any" else backend.layout
+            return Decision(
+                request.layer,
+                request.target,
+                request.preset,
+                request.block_size,
+                name,
+                layout,
+                MappingProxyType(refused),
+            )
+        refused[name] = why
+    raise IneligibleError(request, refused, policy.force or "no backend")
 
 
 def decide(
-    layer: LayerSpec, target: Target, preset: str | Preset, block_size: int, policy: Policy | None = None
+    layer: LayerSpec,
+    target: Target,
+    preset: str | Preset,
+    block_size: int,
+    policy: Policy | None = None,
+    *,
+    environment: Environment | None = None,
 ) -> Decision:
-    """Choose the backend of one layer; IneligibleError lists every backend with every reason."""
-    policy = policy or Policy()
-    request = Request(layer, target, get_preset(preset), block_size)
-    candidates: tuple[Backend, ...]
-    if policy.force is not None:
-        candidates = (get_backend(policy.force),)
+    """Choose the backend of one layer; IneligibleError lists every backend with every reason.
+
+    policy: default :meth:`Policy.from_environment`. environment: the packages there are (default: probed if
+    ``target.local``, else taken to be installed).
+    """
+    policy = Policy.from_environment() if policy is None else policy
+    request = Request(layer, target, get_preset(preset), block_size, environment or Environment())
+    question = (replace(layer, index=0, notes=()), target, target.local, request.preset, block_size, policy)
+    who = f"layer {layer.index}"
+    try:
+        decision = resolve(request, policy)
+    except IneligibleError as error:
+        log_decision(question, who, error)
+        raise
+    log_decision(question, who, decision)
+    return decision
+
+
+# ---- logging --------------------------------------------------------------------------------------------
+
+_REMEMBERED: Final = 4096
+_answers: OrderedDict[Any, str] = OrderedDict()
+
+
+def _reasons(refused: Mapping[str, tuple[Refusal, ...]]) -> str:
+    return "; ".join(f"{name}: {', '.join(map(str, why))}" for name, why in refused.items())
+
+
+def log_decision(question: Any, who: str, answer: Decision | IneligibleError) -> None:
+    """Log ``answer`` for ``who``, unless the same (hashable) question got the same answer before."""
+    if isinstance(answer, IneligibleError):
+        request = answer.request
+        chosen, refused, level = "no backend", answer.refused, logging.WARNING
+        target, preset, block = request.target, request.preset, request.block_size
     else:
-        candidates = tuple(b for b in backends() if b.automatic)
-    refused: dict[str, tuple[Refusal, ...]] = {}
-    for backend in candidates:
-        why = backend.refusals(request)
-        if backend.name in policy.deny:
-            why = (*why, Refusal(Code.POLICY, "denied", "not denied by policy"))
-        if policy.layout not in (None, backend.layout) and backend.layout != "any":
-            why = (*why, Refusal(Code.POLICY, f"layout {backend.layout}", f"layout {policy.layout}"))
-        if not why:
-            layout = policy.layout or "soa" if backend.layout == "any" else backend.layout
-            return Decision(
-                layer, target, request.preset, block_size, backend.name, layout, MappingProxyType(refused)
-            )
-        refused[backend.name] = why
-    raise IneligibleError(request, refused, policy.force or "no backend")
+        chosen, refused = f"{answer.backend} ({answer.layout})", dict(answer.refused)
+        level = logging.WARNING if answer.fell_back else logging.INFO
+        target, preset, block = answer.target, answer.preset, answer.block_size
+    text = f"{chosen} on {target}, {preset.name}, block {block}"
+    if refused:
+        text += f"; refused {_reasons(refused)}"
+    previous = _answers.pop(question, None)
+    _answers[question] = text
+    while len(_answers) > _REMEMBERED:
+        _answers.popitem(last=False)
+    if text != previous:
+        logger.log(level, "%s: %s", who, text)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "plan":  # defined in planning, which imports this module
+        from .planning import plan
+
+        return plan
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,17 +3,22 @@
 A backend never decides in code whether it can run a layer: it lists :class:`Requirement` objects, each bound
 to exactly one :class:`Code`. Checking a :class:`Request` against them gives the complete list of
 :class:`Refusal` values, never only the first. Programs read ``refusal.code``; people read ``str(refusal)``.
+
+Every requirement also names values that would pass it (:meth:`Requirement.passing`), from which reports search
+for the change that would make a backend eligible, and values that would fail it (:meth:`Requirement.failing`),
+from which tests break each requirement alone. A new kind of requirement brings both, and needs nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Final
 
-from .codebook import rotation_factors
-from .spec import LayerSpec, Preset, SpecError, Target
+from .codebook import SMALL_ORDERS, rotation_factors
+from .packages import Environment
+from .spec import FP8_KEY_BITS, AttentionKind, Dtype, LayerSpec, Preset, SpecError, Target
 
 __all__ = [
     "AtMost",
@@ -50,6 +55,7 @@ class Code(str, Enum):
     WINDOW = "window"
     SOFT_CAP = "soft_cap"
     POLICY = "policy"
+    KERNELS = "kernels"
     COMPILE = "compile"
 
     def __str__(self) -> str:
@@ -58,19 +64,34 @@ class Code(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One question to a backend: this layer, on this target, with this preset and block size."""
+    """One question to a backend: this layer, on this target, with this preset and block size.
+
+    environment: the packages there are. By default they are probed where the target is this machine's own
+    (``target.local``), and taken to be installed where it is another's.
+    """
 
     layer: LayerSpec
     target: Target
     preset: Preset
     block_size: int
+    environment: Environment = field(default_factory=Environment)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.block_size, bool) or not isinstance(self.block_size, int) or self.block_size < 1:
+            raise SpecError("block_size", self.block_size, "an integer >= 1")
 
     def get(self, code: Code) -> Any:
-        """The value that ``code`` is about."""
+        """The value that ``code`` is about; KeyError for codes that no value of the request stands for."""
         return _GETTERS[code](self)
 
+    def with_value(self, code: Code, value: Any) -> Request:
+        """A copy in which ``request.get(code) == value`` and, as far as possible, nothing else differs."""
+        changed = _SETTERS[code](self, value)
+        assert changed.get(code) == value, (code, value, changed)
+        return changed
 
-_GETTERS: dict[Code, Callable[[Request], Any]] = {
+
+_GETTERS: Final[dict[Code, Callable[[Request], Any]]] = {
     Code.ARCH: lambda r: r.target.arch,
     Code.LAYER_KIND: lambda r: r.layer.kind,
     Code.KEY_BITS: lambda r: r.preset.key_bits,
@@ -88,6 +109,80 @@ _GETTERS: dict[Code, Callable[[Request], Any]] = {
 }
 
 
+def _set_layer(name: str) -> Callable[[Request, Any], Request]:
+    return lambda request, value: replace(request, layer=replace(request.layer, **{name: value}))
+
+
+def _set_kind(request: Request, value: Any) -> Request:
+    window = request.layer.window
+    if value == AttentionKind.SLIDING and window is None:
+        window = 128
+    chunk = request.layer.chunk or 8192 if value == AttentionKind.CHUNKED else None
+    return replace(request, layer=replace(request.layer, kind=value, window=window, chunk=chunk))
+
+
+def _set_window(request: Request, value: Any) -> Request:
+    kind = request.layer.kind
+    if value is not None and kind is AttentionKind.FULL:
+        kind = AttentionKind.SLIDING
+    if value is None and kind is AttentionKind.SLIDING:
+        kind = AttentionKind.FULL
+    return replace(request, layer=replace(request.layer, kind=kind, window=value))
+
+
+def _set_gqa(request: Request, value: Any) -> Request:
+    layer = request.layer
+    return replace(request, layer=replace(layer, num_heads=layer.num_kv_heads * value))
+
+
+def _set_preset(name: str) -> Callable[[Request, Any], Request]:
+    def change(request: Request, value: Any) -> Request:
+        fields: dict[str, Any] = {"name": "custom", name: value}
+        if name == "key_bits" and value == FP8_KEY_BITS:
+            fields["norm_correction"] = False
+        if name == "norm_correction" and value and request.preset.fp8_keys:
+            fields["key_bits"] = 4
+        return replace(request, preset=replace(request.preset, **fields))
+
+    return change
+
+
+_SETTERS: Final[dict[Code, Callable[[Request, Any], Request]]] = {
+    Code.ARCH: lambda r, v: replace(r, target=replace(r.target, arch=v)),
+    Code.LAYER_KIND: _set_kind,
+    Code.KEY_BITS: _set_preset("key_bits"),
+    Code.VALUE_BITS: _set_preset("value_bits"),
+    Code.NORM_CORRECTION: _set_preset("norm_correction"),
+    Code.HEAD_SIZE: _set_layer("head_size"),
+    Code.ROTATION: _set_layer("head_size"),
+    Code.VALUE_HEAD_SIZE: _set_layer("value_head_size"),
+    Code.GQA_RATIO: _set_gqa,
+    Code.BLOCK_SIZE: lambda r, v: replace(r, block_size=v),
+    Code.DTYPE: _set_layer("dtype"),
+    Code.SINKS: _set_layer("sinks"),
+    Code.WINDOW: _set_window,
+    Code.SOFT_CAP: _set_layer("soft_cap"),
+}
+
+# Values to try where a requirement accepts or refuses by a list: whatever a request may hold.
+_UNIVERSE: Final[dict[Code, tuple[Any, ...]]] = {
+    Code.ARCH: ("gfx90a", "gfx942", "gfx950", "gfx1100", "sm_80", "sm_90", "cpu", "gfx000"),
+    Code.LAYER_KIND: tuple(AttentionKind),
+    Code.KEY_BITS: (2, 3, 4, FP8_KEY_BITS),
+    Code.VALUE_BITS: (2, 3, 4),
+    Code.NORM_CORRECTION: (True, False),
+    Code.DTYPE: tuple(Dtype),
+    Code.SINKS: (True, False),
+    Code.WINDOW: (None, 128),
+    Code.SOFT_CAP: (None, 30.0),
+    Code.GQA_RATIO: (1, 2, 3, 5, 7, 11, 37, 64, 129),
+    Code.BLOCK_SIZE: (16, 17, 24, 32, 48, 1, 528, 1 << 16),
+    Code.HEAD_SIZE: (128, 64, 256, 96, 72, 100, 4096),
+    Code.VALUE_HEAD_SIZE: (128, 64, 256, 96, 72, 100, 4096),
+    Code.ROTATION: (72, 100, 44),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """One failed check. got: the value that failed; wants: what would pass, for people; hint: what to do."""
@@ -98,11 +193,16 @@ class Refusal:
     hint: str = ""
 
     def __str__(self) -> str:
-        text = f"{self.code}={_show(self.got)} (wants {self.wants})"
+        text = f"{self.code}={show(self.got)} (wants {self.wants})"
         return f"{text}: {self.hint}" if self.hint else text
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
+    """A value as reports print it: ``yes``/``no`` for booleans, ``none`` for None."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return str(value)
 
 
@@ -116,6 +216,28 @@ class Requirement:
         """A Refusal if ``request`` fails this requirement, else None."""
         raise NotImplementedError
 
+    def passing(self, request: Request) -> Iterable[Any]:
+        """Values of ``code`` that would pass, nearest to the request's own first. May be incomplete."""
+        return ()
+
+    def failing(self, request: Request) -> Iterable[Request]:
+        """Requests that differ from ``request`` in what this requirement looks at, and fail it."""
+        for value in _UNIVERSE.get(self.code, ()):
+            try:
+                changed = request.with_value(self.code, value)
+            except SpecError:
+                continue
+            if self.check(changed) is not None:
+                yield changed
+
+    def explain(self) -> str:
+        """What the requirement wants, for the support matrix."""
+        raise NotImplementedError
+
+
+def _listed(values: Iterable[Any]) -> str:
+    return ", ".join(show(v) for v in values)
+
 
 @dataclass(frozen=True, slots=True)
 class OneOf(Requirement):
@@ -128,8 +250,16 @@ class OneOf(Requirement):
         got = request.get(self.code)
         if got in self.values:
             return None
-        listed = ", ".join(_show(v) for v in self.values)
-        return Refusal(self.code, got, listed if len(self.values) == 1 else f"one of {listed}", self.hint)
+        return Refusal(self.code, got, self.explain(), self.hint)
+
+    def passing(self, request: Request) -> Iterable[Any]:
+        got = request.get(self.code)
+        if isinstance(got, int) and not isinstance(got, bool):
+            return sorted(self.values, key=lambda v: (abs(v - got), v))
+        return self.values
+
+    def explain(self) -> str:
+        return _listed(self.values) if len(self.values) == 1 else f"one of {_listed(self.values)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +273,14 @@ class MultipleOf(Requirement):
         got = request.get(self.code)
         if isinstance(got, int) and got > 0 and got % self.base == 0:
             return None
-        return Refusal(self.code, got, f"a multiple of {self.base}", self.hint)
+        return Refusal(self.code, got, self.explain(), self.hint)
+
+    def passing(self, request: Request) -> Iterable[Any]:
+        below = request.get(self.code) // self.base * self.base
+        return [v for v in (below + self.base, below) if v > 0]
+
+    def explain(self) -> str:
+        return f"a multiple of {self.base}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +295,21 @@ class AtMost(Requirement):
         got = request.get(self.code)
         if self.low <= got <= self.limit:
             return None
-        return Refusal(self.code, got, f"{self.low} to {self.limit}", self.hint)
+        return Refusal(self.code, got, self.explain(), self.hint)
+
+    def passing(self, request: Request) -> Iterable[Any]:
+        return [self.limit] if request.get(self.code) > self.limit else [self.low]
+
+    def failing(self, request: Request) -> Iterable[Request]:
+        multiple = self.limit & -self.limit  # stays a multiple of what the limit is a multiple of
+        for value in (self.limit + multiple, self.low - 1, self.limit + 1):
+            try:
+                yield request.with_value(self.code, value)
+            except SpecError:
+                continue
+
+    def explain(self) -> str:
+        return f"{self.low} to {self.limit}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +322,10 @@ class Without(Requirement):
         got = request.get(self.code)
         if got is None or got is False:
             return None
-        return Refusal(self.code, got, "none", self.hint)
+        return Refusal(self.code, got, self.explain(), self.hint)
+
+    def explain(self) -> str:
+        return "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +340,20 @@ class HasRotation(Requirement):
         try:
             rotation_factors(request.layer.head_size)
         except SpecError as error:
-            return Refusal(self.code, error.got, error.wants)
+            return Refusal(self.code, error.got, self.explain())
         return None
+
+    def passing(self, request: Request) -> Iterable[Any]:
+        sizes = {m << k for m in SMALL_ORDERS for k in range(13) if m << k <= 4096}
+        return sorted(size for size in sizes if size >= request.layer.head_size)
+
+    def failing(self, request: Request) -> Iterable[Request]:
+        if request.preset.fp8_keys:
+            request = request.with_value(Code.KEY_BITS, 4)
+        return Requirement.failing(self, request)
+
+    def explain(self) -> str:
+        return "a head size with an exact rotation: a power of two, or 12, 20 or 28 times one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,30 +368,57 @@ class When(Requirement):
             return None
         return self.then.check(request)
 
+    def passing(self, request: Request) -> Iterable[Any]:
+        return self.then.passing(request)
+
+    def failing(self, request: Request) -> Iterable[Request]:
+        if self.condition.check(request) is None:
+            yield from self.then.failing(request)
+            return
+        for value in self.condition.passing(request):
+            try:
+                yield from self.then.failing(request.with_value(self.condition.code, value))
+            except SpecError:
+                continue
+
+    def explain(self) -> str:
+        return f"{self.then.explain()} where {self.condition.code} is {self.condition.explain()}"
+
 
 @dataclass(frozen=True, slots=True)
 class Package(Requirement):
-    """A Python package can be imported (and lies in a version range). Probed outside this module.
+    """A Python package can be imported, and lies in a version range. Probed by :mod:`.packages`.
 
-    ``arches``: the probe is made only for these architectures, before any import; on others the ARCH
-    requirement already refuses and the package is not touched.
+    version: comma-separated bounds, ``">=0.5,<0.6"``. arches: the probe is made only for these architectures,
+    before any import; on others the ARCH requirement already refuses and the package is not touched.
+    isolated: import it in a subprocess, because its failures can end the process.
     """
 
     name: str = ""
     version: str = ""
     arches: tuple[str, ...] = ()
+    isolated: bool = False
     hint: str = ""
 
     def check(self, request: Request) -> Refusal | None:
-        from .packages import probe
-
         if self.arches and request.target.arch not in self.arches:
             return None
-        problem = probe(self.name, self.version)
+        problem = request.environment.problem(
+            self.name, self.version, local=request.target.local, isolated=self.isolated
+        )
         if problem is None:
             return None
-        wants = f"{self.name}{self.version}" if self.version else self.name
-        return Refusal(self.code, problem, wants, self.hint)
+        return Refusal(self.code, problem, self.explain(), self.hint)
+
+    def passing(self, request: Request) -> Iterable[Any]:
+        return [self.explain()]
+
+    def failing(self, request: Request) -> Iterable[Request]:
+        if self.check(request) is None:
+            yield replace(request, environment=request.environment.without(self.name))
+
+    def explain(self) -> str:
+        return f"{self.name}{self.version}" if self.version else self.name
 
 
 def refusals(requires: Iterable[Requirement], request: Request) -> tuple[Refusal, ...]:

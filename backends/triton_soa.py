@@ -1,0 +1,34 @@
+"""Triton kernels over the SoA layout: the fast path wherever FlyDSL is refused."""
+
+from __future__ import annotations
+
+from ..eligibility import AtMost, Code, MultipleOf, OneOf, Package
+from ..spec import AttentionKind, Dtype
+from . import Backend, register
+
+ARCHES = ("gfx942", "gfx950", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
+
+BACKEND = register(
+    Backend(
+        name="triton_soa",
+        priority=200,
+        layout="soa",
+        requires=(
+            OneOf(Code.ARCH, ARCHES),
+            Package(Code.PACKAGE, name="triton", version=">=3.6,<4", arches=ARCHES),
+            OneOf(Code.LAYER_KIND, (AttentionKind.FULL, AttentionKind.SLIDING)),
+            OneOf(Code.KEY_BITS, (8, 4, 3)),
+            OneOf(Code.VALUE_BITS, (4, 3)),
+            OneOf(Code.HEAD_SIZE, HEAD_SIZES),
+            OneOf(Code.VALUE_HEAD_SIZE, HEAD_SIZES),
+            AtMost(Code.GQA_RATIO, limit=32),
+            MultipleOf(Code.BLOCK_SIZE, base=16),
+            AtMost(Code.BLOCK_SIZE, limit=4096, low=16),
+            OneOf(Code.DTYPE, (Dtype.BF16, Dtype.FP16)),
+        ),
+        ops="_triton.ops:SoaOps",
+        max_splits=64,
+        description="Triton, SoA cache: one program per sequence, KV head and split",
+    )
+)
