@@ -1,0 +1,581 @@
+"""Store: raw fp16/bf16 (or fp32) K and V to packed cache bytes, one launch for every preset and layout.
+
+Tile: R rows, a row being one (token, KV head) vector; program (i, 0) owns the keys and program (i, 1) the values of
+rows i * R to i * R + R - 1, from load to store. A row never leaves its program: it is read once from memory (head
+sizes whose rotation has m > 1: once more, from cache), everything else happens in registers, and its bytes are
+written once, in granules as wide as the layout's alignment allows.
+
+Floor: T * Hk * (D + Dv) * 2 bytes read + T * Hk * slot written; at D = 128 and 4/4 bits 512 + 134 bytes per row.
+Budget of arithmetic per key element: 1 square, 1 division, log2(D) additions, 2^(b-1) - 1 compares, 1 shift.
+
+Same bytes everywhere. Order and rounding of every fp32 operation are those of the torch reference: reductions are
+pairwise in a written-out order (``_row_sum``), divisions and square roots are correctly rounded (``div_rn``,
+``sqrt_rn``), and nothing may be contracted to a fused multiply-add (``enable_fp_fusion=False``). FP8 goes through
+integer code: sm_80 has no conversion, and gfx942's turns fp16 464 to 480 into NaN.
+
+Rules, as in docs/design.md: a vector with a NaN or an infinity is stored as the zero vector and counted; keys
+above 2^60 are scaled by a power of two before they are squared; stored norms and scales end at 65504, values are
+clamped to +-65504 first; a slot below 0 writes nothing; pads are never written.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import gcd
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from ...codebook import centroids, midpoints
+from ...layouts import Layout
+from ...spec import NormMeaning
+from .rotation import add_run, rotation_table, sylvester
+
+__all__ = ["Store", "granule", "store_constexprs"]
+
+_FP16_MAX = tl.constexpr(65504.0)
+_FP8_MAX = tl.constexpr(448.0)
+_KEY_EPS = tl.constexpr(1e-8)
+_CENTROID_EPS = tl.constexpr(1e-16)
+_MIN_STEP = tl.constexpr(1e-8)
+_BIG_BITS = tl.constexpr(0x5D800000)  # 2^60 as fp32 bits
+_SHRINK = tl.constexpr(2.0**-80)
+_GROW = tl.constexpr(2.0**80)
+_INF_BITS = tl.constexpr(0x7F800000)
+_ABS_BITS = tl.constexpr(0x7FFFFFFF)
+_FP8_MIN_NORMAL_BITS = tl.constexpr(0x3C800000)  # 2^-6
+_FP8_SUBNORMAL_MAGIC = tl.constexpr(16384.0)  # 2^14: its ulp is 2^-9, the step of FP8 subnormals
+_FP8_REBIAS = tl.constexpr(120 << 3)  # (127 - 7) in the exponent field after the shift by 20
+
+
+@triton.jit
+def _row_sum(
+    x,  # [R, W] fp32
+    R: tl.constexpr,
+    W: tl.constexpr,
+    LOG_W: tl.constexpr,
+):
+    """Sum of each row, pairwise: element i with element i + W/2, and so on -> [R]."""
+    for step in tl.static_range(LOG_W):
+        a, b = tl.split(tl.permute(tl.reshape(x, (R, 2, W >> (step + 1))), (0, 2, 1)))
+        x = a + b
+    return tl.reshape(x, (R,))
+
+
+@triton.jit
+def _row_bytes(
+    cache_ptr,
+    slot,  # [R] int64
+    head,  # [R]
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    BASE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+):
+    """Address of a field of every row -> [R] pointers to bytes."""
+    block = slot // BLOCK_SIZE
+    token = slot - block * BLOCK_SIZE
+    return cache_ptr + (block * BLOCK_STRIDE + token * TOKEN_STRIDE + (BASE + head * HEAD_STRIDE))
+
+
+@triton.jit
+def _store_granules(
+    at,  # [R] pointers to bytes
+    data,  # [R, G] int32, the granule in the low bits
+    mask,  # [R]
+    STEP: tl.constexpr,  # bytes from one granule to the next
+    SHIFT: tl.constexpr,  # bytes from ``at`` to the first granule
+    NBYTES: tl.constexpr,  # size of the field: granules at or past it are dropped
+    GRANULE: tl.constexpr,
+    G: tl.constexpr,
+):
+    where = SHIFT + STEP * tl.arange(0, G)
+    target = at[:, None] + where[None, :]
+    keep = mask[:, None] & (where < NBYTES)[None, :]
+    if GRANULE == 4:
+        tl.store(target.to(tl.pointer_type(tl.int32)), data, keep)
+    elif GRANULE == 2:
+        tl.store(target.to(tl.pointer_type(tl.int16)), data.to(tl.int16), keep)
+    else:
+        tl.store(target, (data & 255).to(tl.uint8), keep)
+
+
+@triton.jit
+def _store_codes(
+    at,  # [R] pointers to bytes
+    codes,  # [R, W] int32, zero from the vector's end
+    mask,  # [R]
+    BITS: tl.constexpr,
+    NBYTES: tl.constexpr,
+    GRANULE: tl.constexpr,
+    R: tl.constexpr,
+    W: tl.constexpr,
+):
+    """Write the little-endian bit stream of ``codes``. Eight codes fill BITS bytes: one group."""
+    G: tl.constexpr = W // 8
+    shifts = BITS * tl.arange(0, 8)
+    group = tl.sum(tl.reshape(codes, (R, G, 8)) << shifts[None, None, :], axis=2)  # [R, G] int32
+    if BITS == 4:
+        if GRANULE == 4:
+            _store_granules(at, group, mask, 4, 0, NBYTES, 4, G)
+        else:
+            for i in tl.static_range(4 // GRANULE):
+                _store_granules(at, group >> (8 * GRANULE * i), mask, 4, GRANULE * i, NBYTES, GRANULE, G)
+    elif BITS == 3:
+        if GRANULE == 4:  # four groups of 24 bits are three words
+            even, odd = tl.split(tl.reshape(group, (R, G // 2, 2)))
+            g0, g2 = tl.split(tl.reshape(even, (R, G // 4, 2)))
+            g1, g3 = tl.split(tl.reshape(odd, (R, G // 4, 2)))
+            _store_granules(at, g0 | (g1 << 24), mask, 12, 0, NBYTES, 4, G // 4)
+            _store_granules(at, (g1 >> 8) | (g2 << 16), mask, 12, 4, NBYTES, 4, G // 4)
+            _store_granules(at, (g2 >> 16) | (g3 << 8), mask, 12, 8, NBYTES, 4, G // 4)
+        elif GRANULE == 2:  # two groups are three halfwords
+            g0, g1 = tl.split(tl.reshape(group, (R, G // 2, 2)))
+            _store_granules(at, g0, mask, 6, 0, NBYTES, 2, G // 2)
+            _store_granules(at, (g0 >> 16) | (g1 << 8), mask, 6, 2, NBYTES, 2, G // 2)
+            _store_granules(at, g1 >> 8, mask, 6, 4, NBYTES, 2, G // 2)
+        else:
+            for i in tl.static_range(3):
+                _store_granules(at, group >> (8 * i), mask, 3, i, NBYTES, 1, G)
+    else:
+        tl.static_assert(BITS == 2)
+        if GRANULE == 4:  # two groups of 16 bits are a word
+            g0, g1 = tl.split(tl.reshape(group, (R, G // 2, 2)))
+            _store_granules(at, g0 | (g1 << 16), mask, 4, 0, NBYTES, 4, G // 2)
+        elif GRANULE == 2:
+            _store_granules(at, group, mask, 2, 0, NBYTES, 2, G)
+        else:
+            for i in tl.static_range(2):
+                _store_granules(at, group >> (8 * i), mask, 2, i, NBYTES, 1, G)
+
+
+@triton.jit
+def _store_bytes(
+    at,  # [R] pointers to bytes
+    data,  # [R, W] int32, one byte each
+    mask,  # [R]
+    NBYTES: tl.constexpr,
+    GRANULE: tl.constexpr,
+    R: tl.constexpr,
+    W: tl.constexpr,
+):
+    """Write one byte per element, gathered to granules."""
+    if GRANULE == 1:
+        _store_granules(at, data, mask, 1, 0, NBYTES, 1, W)
+    else:
+        shifts = 8 * tl.arange(0, GRANULE)
+        words = tl.sum(tl.reshape(data, (R, W // GRANULE, GRANULE)) << shifts[None, None, :], axis=2)
+        _store_granules(at, words, mask, GRANULE, 0, NBYTES, GRANULE, W // GRANULE)
+
+
+@triton.jit
+def _store_half(
+    at,  # [R] pointers to bytes
+    value,  # [R] fp32, already inside the range of fp16
+    mask,  # [R]
+    ALIGNED: tl.constexpr,
+):
+    """Write fp16(value); in two bytes where the field lies at odd addresses."""
+    half = value.to(tl.float16)
+    if ALIGNED:
+        tl.store(at.to(tl.pointer_type(tl.float16)), half, mask)
+    else:
+        bits = half.to(tl.int16, bitcast=True).to(tl.int32)
+        tl.store(at, (bits & 255).to(tl.uint8), mask)
+        tl.store(at + 1, ((bits >> 8) & 255).to(tl.uint8), mask)
+
+
+@triton.jit
+def fp8_e4m3fn_bytes(
+    x,  # fp32, finite
+):
+    """OCP E4M3FN bytes as int32: round to nearest even, saturating at +-448, -0 as 0x00. Integer code."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = tl.minimum(tl.abs(x), _FP8_MAX)
+    m = magnitude.to(tl.int32, bitcast=True)
+    rounded = (m + 0x7FFFF + ((m >> 20) & 1)) >> 20  # exponent and the three bits that stay; may carry upwards
+    small = (magnitude + _FP8_SUBNORMAL_MAGIC).to(tl.int32, bitcast=True) & 15  # multiples of 2^-9
+    code = tl.where(m >= _FP8_MIN_NORMAL_BITS, rounded - _FP8_REBIAS, small)
+    return tl.where(code == 0, 0, code | ((bits >> 24) & 0x80))
+
+
+@triton.jit
+def _count(
+    counter_ptr,
+    bad,  # [R] bool
+):
+    number = tl.sum(bad.to(tl.int32), axis=0)
+    if number > 0:
+        tl.atomic_add(counter_ptr, number)
+
+
+@triton.jit
+def _bucketize(
+    y,  # [R, W] fp32
+    MIDS: tl.constexpr,  # bits of the positive midpoints, ascending
+    SQUARES: tl.constexpr,  # squares of the non-negative centroids, ascending
+    N: tl.constexpr,  # number of MIDS
+):
+    """(codes int32, squared centroids fp32): the number of midpoints <= y, of an antisymmetric codebook.
+
+    For y >= 0 that is N + 1 + #{m <= y} over the positive midpoints m; for y < 0 it is N - #{m < |y|}, where
+    m < |y| is m <= |y| less one unit in the last place. Positive floats compare like their bits.
+    """
+    bits = (y + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0, which lies on the middle midpoint and goes up
+    sign = bits >> 31  # -1 or 0
+    magnitude = (bits & _ABS_BITS) + sign
+    count = tl.zeros_like(bits)
+    square = tl.full(y.shape, SQUARES[0], tl.float32)
+    for i in tl.static_range(N):
+        above = magnitude >= MIDS[i]
+        count += above.to(tl.int32)
+        square = tl.where(above, SQUARES[i + 1], square)
+    return (N + 1) + (count ^ sign), square
+
+
+@triton.jit
+def _load_run(
+    ptr,
+    offset,  # [R] int64, elements
+    mask,  # [R]
+    START: tl.constexpr,
+    W: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Columns START to START + W - 1, zero past D -> fp32 [R, W]."""
+    column = START + tl.arange(0, W)
+    keep = mask[:, None]
+    if START + W > D:
+        keep = keep & (column < D)[None, :]
+    return tl.load(ptr + offset[:, None] + column[None, :], keep, 0.0).to(tl.float32)
+
+
+@triton.jit
+def _largest_bits(
+    x,  # [R, W] fp32
+):
+    """Largest |x| of each row as fp32 bits -> [R] int32; at least _INF_BITS if the row has a NaN or an infinity."""
+    return tl.max(x.to(tl.int32, bitcast=True) & _ABS_BITS, axis=1)
+
+
+@triton.jit
+def _store_keys(
+    key_ptr,
+    cache_ptr,
+    nonfinite_ptr,
+    offset,  # [R] int64, elements
+    inside,  # [R] row exists
+    slot,  # [R] int64
+    kept,  # [R] row is written
+    head,  # [R]
+    D: tl.constexpr,
+    D2: tl.constexpr,  # D rounded up to a power of two
+    LOG_D2: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    FOLD: tl.constexpr,
+    M: tl.constexpr,
+    M2: tl.constexpr,
+    P: tl.constexpr,
+    LOG_P: tl.constexpr,
+    SIGNS: tl.constexpr,
+    ROT_SCALE: tl.constexpr,
+    MIDS: tl.constexpr,
+    SQUARES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    KEY_DATA: tl.constexpr,  # (base, token stride, head stride, bytes, granule)
+    KEY_NORM: tl.constexpr,
+    COUNT: tl.constexpr,
+    R: tl.constexpr,
+):
+    x = _load_run(key_ptr, offset, inside, 0, D2, D)
+    largest = _largest_bits(x)
+    bad = largest >= _INF_BITS
+    if COUNT:
+        _count(nonfinite_ptr, bad & kept)
+    data_at = _row_bytes(
+        cache_ptr, slot, head, BLOCK_SIZE, BLOCK_STRIDE, KEY_DATA[0], KEY_DATA[1], KEY_DATA[2]
+    )
+    if KEY_BITS == 8:
+        data = fp8_e4m3fn_bytes(tl.where(bad[:, None], 0.0, x))
+        _store_bytes(data_at, data, kept, KEY_DATA[3], KEY_DATA[4], R, D2)
+    else:
+        shrink = tl.where(largest > _BIG_BITS, _SHRINK, 1.0)  # [R], an exact power of two
+        x = tl.where(bad[:, None], 0.0, x) * shrink[:, None]
+        norm = tl.sqrt_rn(_row_sum(x * x, R, D2, LOG_D2))  # [R]
+        divisor = norm + _KEY_EPS
+        if M == 1:
+            y = sylvester(tl.div_rn(x, divisor[:, None]), R, P, LOG_P)
+        else:
+            mixed = tl.zeros((R, M2, P), tl.float32)
+            for j in tl.static_range(M):
+                run = _load_run(key_ptr, offset, inside, j * P, P, D)
+                run = tl.where(bad[:, None], 0.0, run) * shrink[:, None]
+                run = sylvester(tl.div_rn(run, divisor[:, None]), R, P, LOG_P)
+                mixed = add_run(mixed, run, j, M2, SIGNS)
+            y = tl.reshape(mixed, (R, D2))
+        codes, square = _bucketize(y * ROT_SCALE, MIDS, SQUARES, (1 << (KEY_BITS - 1)) - 1)
+        if D2 != D:
+            column = tl.arange(0, D2)
+            codes = tl.where((column < D)[None, :], codes, 0)
+            square = tl.where((column < D)[None, :], square, 0.0)
+        _store_codes(data_at, codes, kept, KEY_BITS, KEY_DATA[3], KEY_DATA[4], R, D2)
+        norm = norm * tl.where(largest > _BIG_BITS, _GROW, 1.0)
+        if FOLD:
+            norm = tl.div_rn(norm, tl.sqrt_rn(_row_sum(square, R, D2, LOG_D2) + _CENTROID_EPS))
+        norm_at = _row_bytes(
+            cache_ptr, slot, head, BLOCK_SIZE, BLOCK_STRIDE, KEY_NORM[0], KEY_NORM[1], KEY_NORM[2]
+        )
+        _store_half(norm_at, tl.minimum(norm, _FP16_MAX), kept, KEY_NORM[4])
+
+
+@triton.jit
+def _store_values(
+    value_ptr,
+    cache_ptr,
+    nonfinite_ptr,
+    offset,  # [R] int64, elements
+    inside,  # [R] row exists
+    slot,  # [R] int64
+    kept,  # [R] row is written
+    head,  # [R]
+    DV: tl.constexpr,
+    DV2: tl.constexpr,  # DV rounded up to a power of two
+    VALUE_BITS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    VALUE_DATA: tl.constexpr,
+    VALUE_SCALE: tl.constexpr,
+    VALUE_ZERO: tl.constexpr,
+    COUNT: tl.constexpr,
+    R: tl.constexpr,
+):
+    LEVELS: tl.constexpr = (1 << VALUE_BITS) - 1
+    x = _load_run(value_ptr, offset, inside, 0, DV2, DV)
+    bad = _largest_bits(x) >= _INF_BITS
+    if COUNT:
+        _count(nonfinite_ptr + 1, bad & kept)
+    x = tl.where(bad[:, None], 0.0, x)
+    x = tl.minimum(tl.maximum(x, -_FP16_MAX), _FP16_MAX)
+    if DV2 == DV:
+        low, high = tl.min(x, axis=1), tl.max(x, axis=1)
+    else:
+        column = tl.arange(0, DV2)
+        low = tl.min(tl.where((column < DV)[None, :], x, _FP16_MAX), axis=1)
+        high = tl.max(tl.where((column < DV)[None, :], x, -_FP16_MAX), axis=1)
+    scale = tl.div_rn(tl.maximum(high - low, _MIN_STEP * LEVELS), LEVELS + 0.0)  # [R]
+    index = tl.floor(tl.div_rn(x - low[:, None], scale[:, None]) + 0.5)
+    codes = tl.minimum(index, LEVELS + 0.0).to(tl.int32)  # never below 0: x >= low
+    if DV2 != DV:
+        codes = tl.where((tl.arange(0, DV2) < DV)[None, :], codes, 0)
+    data_at = _row_bytes(
+        cache_ptr, slot, head, BLOCK_SIZE, BLOCK_STRIDE, VALUE_DATA[0], VALUE_DATA[1], VALUE_DATA[2]
+    )
+    _store_codes(data_at, codes, kept, VALUE_BITS, VALUE_DATA[3], VALUE_DATA[4], R, DV2)
+    scale_at = _row_bytes(
+        cache_ptr, slot, head, BLOCK_SIZE, BLOCK_STRIDE, VALUE_SCALE[0], VALUE_SCALE[1], VALUE_SCALE[2]
+    )
+    _store_half(scale_at, tl.minimum(scale, _FP16_MAX), kept, VALUE_SCALE[4])
+    zero_at = _row_bytes(
+        cache_ptr, slot, head, BLOCK_SIZE, BLOCK_STRIDE, VALUE_ZERO[0], VALUE_ZERO[1], VALUE_ZERO[2]
+    )
+    _store_half(zero_at, low + 0.0, kept, VALUE_ZERO[4])  # one zero: -0 and 0 have no order
+
+
+@triton.jit
+def _store_kernel(
+    key_ptr,  # [T, Hk, D] fp16/bf16/fp32
+    value_ptr,  # [T, Hk, Dv] same dtype
+    cache_ptr,  # uint8, base of the cache
+    slot_ptr,  # [T] int32/int64
+    nonfinite_ptr,  # [2] int32, not touched unless COUNT
+    rows,  # T * Hk
+    key_token_stride,  # elements; the last dimension is contiguous
+    key_head_stride,
+    value_token_stride,
+    value_head_stride,
+    slot_stride,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    D2: tl.constexpr,
+    LOG_D2: tl.constexpr,
+    DV: tl.constexpr,
+    DV2: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    FOLD: tl.constexpr,
+    M: tl.constexpr,
+    M2: tl.constexpr,
+    P: tl.constexpr,
+    LOG_P: tl.constexpr,
+    SIGNS: tl.constexpr,
+    ROT_SCALE: tl.constexpr,
+    MIDS: tl.constexpr,
+    SQUARES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    KEY_DATA: tl.constexpr,
+    KEY_NORM: tl.constexpr,
+    VALUE_DATA: tl.constexpr,
+    VALUE_SCALE: tl.constexpr,
+    VALUE_ZERO: tl.constexpr,
+    COUNT: tl.constexpr,
+    R: tl.constexpr,
+):
+    row = tl.program_id(0) * R + tl.arange(0, R)
+    inside = row < rows
+    token = row // HK
+    head = row - token * HK
+    slot = tl.load(slot_ptr + token.to(tl.int64) * slot_stride, inside, -1).to(tl.int64)
+    kept = slot >= 0
+    if tl.program_id(1) == 0:
+        offset = token.to(tl.int64) * key_token_stride + head * key_head_stride
+        _store_keys(
+            key_ptr,
+            cache_ptr,
+            nonfinite_ptr,
+            offset,
+            inside,
+            slot,
+            kept,
+            head,
+            D,
+            D2,
+            LOG_D2,
+            KEY_BITS,
+            FOLD,
+            M,
+            M2,
+            P,
+            LOG_P,
+            SIGNS,
+            ROT_SCALE,
+            MIDS,
+            SQUARES,
+            BLOCK_SIZE,
+            BLOCK_STRIDE,
+            KEY_DATA,
+            KEY_NORM,
+            COUNT,
+            R,
+        )
+    else:
+        offset = token.to(tl.int64) * value_token_stride + head * value_head_stride
+        _store_values(
+            value_ptr,
+            cache_ptr,
+            nonfinite_ptr,
+            offset,
+            inside,
+            slot,
+            kept,
+            head,
+            DV,
+            DV2,
+            VALUE_BITS,
+            BLOCK_SIZE,
+            BLOCK_STRIDE,
+            VALUE_DATA,
+            VALUE_SCALE,
+            VALUE_ZERO,
+            COUNT,
+            R,
+        )
+
+
+def granule(layout: Layout, field: str) -> int:
+    """Widest access in bytes (4, 2 or 1) that every vector of ``field`` is aligned to and a multiple of."""
+    place = layout.place(field)
+    size = gcd(
+        4, layout.block_stride, place.base, place.token_stride, place.head_stride, place.nbytes
+    )
+    return size
+
+
+def _field(layout: Layout, name: str) -> tuple[int, int, int, int, int]:
+    """(base, token stride, head stride, bytes, granule) of a field; zeros if the preset has none."""
+    if not layout.has(name):
+        return (0, 0, 0, 0, 1)
+    place = layout.place(name)
+    wide = granule(layout, name)
+    return (place.base, place.token_stride, place.head_stride, place.nbytes, wide // 2 if place.nbytes == 2 else wide)
+
+
+@cache
+def store_constexprs(layout: Layout) -> dict[str, Any]:
+    """Every constexpr of the store kernel but HK's tile R and COUNT, from the layout alone."""
+    preset, d, dv = layout.preset, layout.head_size, layout.value_head_size
+    d2, dv2 = max(8, triton.next_power_of_2(d)), max(8, triton.next_power_of_2(dv))
+    constants: dict[str, Any] = {
+        "HK": layout.num_kv_heads,
+        "D": d,
+        "D2": d2,
+        "LOG_D2": d2.bit_length() - 1,
+        "DV": dv,
+        "DV2": dv2,
+        "KEY_BITS": preset.key_bits,
+        "VALUE_BITS": preset.value_bits,
+        "FOLD": layout.norm_meaning is NormMeaning.FOLDED,
+        "BLOCK_SIZE": layout.block_size,
+        "BLOCK_STRIDE": layout.block_stride,
+    }
+    for name in ("key_data", "key_norm", "value_data", "value_scale", "value_zero"):
+        constants[name.upper()] = _field(layout, name)
+    if preset.fp8_keys:
+        constants.update(M=1, M2=1, P=1, LOG_P=0, SIGNS=(0,), ROT_SCALE=1.0, MIDS=(0,), SQUARES=(0.0,))
+    else:
+        constants.update(rotation_table(d).constexprs())
+        half = 1 << (preset.key_bits - 1)
+        c = centroids(d, preset.key_bits)[half:]
+        mids = midpoints(d, preset.key_bits)[half:]
+        constants["MIDS"] = tuple(int(b) for b in np.ascontiguousarray(mids).view(np.int32))
+        constants["SQUARES"] = tuple(float(s) for s in c * c)
+    return constants
+
+
+class Store:
+    """The store of one layer: everything that depends on the layout alone is fixed when it is made.
+
+    rows_per_program: tile. The bytes do not depend on it.
+    """
+
+    def __init__(self, layout: Layout, *, rows_per_program: int = 8, num_warps: int = 1) -> None:
+        self.layout = layout
+        self.rows = rows_per_program
+        self.num_warps = num_warps
+        self.constants = store_constexprs(layout)
+
+    def __call__(
+        self,
+        key: torch.Tensor,  # [T, Hk, D] fp16/bf16/fp32, last dimension contiguous
+        value: torch.Tensor,  # [T, Hk, Dv] same dtype
+        cache: torch.Tensor,  # [nb, bs, Hk, slot_stride] uint8
+        slot_mapping: torch.Tensor,  # [T] int32/int64
+        nonfinite: torch.Tensor | None = None,  # [2] int32
+    ) -> None:
+        """Write the tokens whose slot is not negative. One launch; no allocation, no synchronisation."""
+        rows = key.shape[0] * self.layout.num_kv_heads
+        if not rows:
+            return
+        _store_kernel[(triton.cdiv(rows, self.rows), 2)](
+            key,
+            value,
+            cache,
+            slot_mapping,
+            slot_mapping if nonfinite is None else nonfinite,
+            rows,
+            key.stride(0),
+            key.stride(1),
+            value.stride(0),
+            value.stride(1),
+            slot_mapping.stride(0),
+            **self.constants,
+            COUNT=nonfinite is not None,
+            R=self.rows,
+            num_warps=self.num_warps,
+            enable_fp_fusion=False,
+        )
