@@ -1,0 +1,72 @@
+"""What every backend owes, whatever it is: this file covers a new backend without being touched.
+
+Store bytes equal the reference's, and decode stays within the backend's own tolerance of fp64 attention over the
+bytes that it wrote itself. Shapes are small, so that interpreted and simulated kernels can run it too.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.cases import TORCH_DTYPES, gaussian, layer_spec, reference, rel_l2, shuffled_tables
+from turboquant_rocm import preset_names
+
+BLOCK = 16
+SEQ_LENS = [1, 16, 37, 0]
+SHAPES = {"D64-G4": (64, 2, 4), "D128-G8": (128, 1, 8)}
+"""Head size, KV heads, query heads per KV head."""
+FEATURES = {
+    "plain": {},
+    "window": {"window": 20},
+    "soft-cap": {"soft_cap": 30.0},
+    "sinks": {"sinks": True},
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("preset", preset_names())
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_store_and_decode(backend, shape: str, dtype: str, preset: str, layout: str, feature: str):
+    head_size, num_kv_heads, gqa_ratio = SHAPES[shape]
+    layer = layer_spec(head_size, num_kv_heads, gqa_ratio, dtype, **FEATURES[feature])
+    bound = backend.bind(layer, preset, BLOCK, layout)
+
+    g = torch.Generator().manual_seed(7)
+    table, slots, num_blocks = shuffled_tables(SEQ_LENS, BLOCK, g)
+    slot_mapping = torch.cat([*slots, torch.tensor([-1])])  # the last token is padding
+    torch_dtype = TORCH_DTYPES[dtype]
+    key, value = (gaussian((len(slot_mapping), num_kv_heads, head_size), g, torch_dtype) for _ in range(2))
+    query = gaussian((len(SEQ_LENS), layer.num_heads, head_size), g, torch_dtype)
+    lens = torch.tensor(SEQ_LENS, dtype=torch.int32)
+    sinks = torch.randn(layer.num_heads, generator=g) if layer.sinks else None
+
+    oracle = reference(layer, preset, layout, BLOCK, torch.float64)
+    expected = oracle.allocate(num_blocks, "cpu", fill=0xCD)
+    oracle.store(key, value, expected, slot_mapping)
+
+    def here(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(backend.device)
+
+    cache = bound.allocate(num_blocks, backend.device, fill=0xCD)
+    bound.store(here(key), here(value), cache, here(slot_mapping))
+    agree = (cache.data.cpu() == expected.data).double().mean().item()
+    assert agree > 0.999, f"{1 - agree:.2%} of the bytes differ from the reference's"  # rounding ties may differ
+
+    out, lse = bound.decode(
+        here(query),
+        cache,
+        here(table),
+        here(lens),
+        sinks=None if sinks is None else here(sinks),
+        return_lse=True,
+    )
+    written = oracle.wrap(cache.data.cpu(), cache.tag)
+    wanted = torch.empty(out.shape, dtype=torch.float64)
+    wanted_lse = torch.empty(lse.shape, dtype=torch.float64)
+    oracle.decode(query, written, table, lens, sinks=sinks, out=wanted, lse=wanted_lse)
+    seen = lens > 0
+    assert rel_l2(out.cpu()[seen], wanted[seen]) <= backend.declaration.tolerance(dtype)
+    assert (lse.cpu()[seen].double() - wanted_lse[seen]).abs().max() < 1e-2
+    assert not out[~here(seen)].any(), "a sequence without tokens gives zeros"
