@@ -28,6 +28,7 @@ BACKEND = register(
             Without(Code.SINKS),
             Without(Code.WINDOW),
             Without(Code.SOFT_CAP),
+            Without(Code.POSITION_BIAS),
         ),
         ops="_flydsl.ops:FlydslOps",
         ready=False,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..eligibility import AtMost, Code, HasRotation, OneOf
+from ..eligibility import AtMost, Code, HasRotation, OneOf, Without
 from ..spec import AttentionKind
 from . import Backend, register
 
@@ -16,6 +16,7 @@ BACKEND = register(
             OneOf(Code.LAYER_KIND, (AttentionKind.FULL, AttentionKind.SLIDING)),
             HasRotation(),
             AtMost(Code.BLOCK_SIZE, limit=1 << 20),
+            Without(Code.POSITION_BIAS),
         ),
         ops="_torch.reference:ReferenceOps",
         # Math in fp32 and one rounding to the query's dtype: half an ulp of that dtype, with room for order.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..eligibility import AtMost, Code, OneOf, Package
+from ..eligibility import AtMost, Code, OneOf, Package, Without
 from ..spec import AttentionKind, Dtype
 from . import Backend, register
 
@@ -37,6 +37,7 @@ BACKEND = register(
             AtMost(Code.GQA_RATIO, limit=128),
             AtMost(Code.BLOCK_SIZE, limit=1 << 16),
             OneOf(Code.DTYPE, (Dtype.BF16, Dtype.FP16)),
+            Without(Code.POSITION_BIAS),
         ),
         ops="_triton.ops:AosOps",
         max_splits=64,

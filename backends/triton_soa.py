@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..eligibility import AtMost, Code, MultipleOf, OneOf, Package
+from ..eligibility import AtMost, Code, MultipleOf, OneOf, Package, Without
 from ..spec import AttentionKind, Dtype
 from . import Backend, register
 
@@ -26,6 +26,7 @@ BACKEND = register(
             MultipleOf(Code.BLOCK_SIZE, base=16),
             AtMost(Code.BLOCK_SIZE, limit=4096, low=16),
             OneOf(Code.DTYPE, (Dtype.BF16, Dtype.FP16)),
+            Without(Code.POSITION_BIAS),
         ),
         ops="_triton.ops:SoaOps",
         max_splits=64,

@@ -54,6 +54,7 @@ class Code(str, Enum):
     SINKS = "sinks"
     WINDOW = "window"
     SOFT_CAP = "soft_cap"
+    POSITION_BIAS = "position_bias"
     POLICY = "policy"
     KERNELS = "kernels"
     COMPILE = "compile"
@@ -106,6 +107,7 @@ _GETTERS: Final[dict[Code, Callable[[Request], Any]]] = {
     Code.SINKS: lambda r: r.layer.sinks,
     Code.WINDOW: lambda r: r.layer.window,
     Code.SOFT_CAP: lambda r: r.layer.soft_cap,
+    Code.POSITION_BIAS: lambda r: r.layer.position_bias,
 }
 
 
@@ -162,6 +164,7 @@ _SETTERS: Final[dict[Code, Callable[[Request, Any], Request]]] = {
     Code.SINKS: _set_layer("sinks"),
     Code.WINDOW: _set_window,
     Code.SOFT_CAP: _set_layer("soft_cap"),
+    Code.POSITION_BIAS: _set_layer("position_bias"),
 }
 
 # Values to try where a requirement accepts or refuses by a list: whatever a request may hold.
@@ -175,6 +178,7 @@ _UNIVERSE: Final[dict[Code, tuple[Any, ...]]] = {
     Code.SINKS: (True, False),
     Code.WINDOW: (None, 128),
     Code.SOFT_CAP: (None, 30.0),
+    Code.POSITION_BIAS: (None, "alibi"),
     Code.GQA_RATIO: (1, 2, 3, 5, 7, 11, 37, 64, 129),
     Code.BLOCK_SIZE: (16, 17, 24, 32, 48, 1, 528, 1 << 16),
     Code.HEAD_SIZE: (128, 64, 256, 96, 72, 100, 4096),

@@ -138,6 +138,7 @@ class LayerSpec:
     kv_shared_with: index of the layer whose cache this layer reads instead of its own.
     notes: facts worth printing about this layer, ``unknown: ...`` for what the model description did not say.
     chunk: tokens per chunk of a ``chunked`` layer. recurrent_state: the layer also keeps a state of fixed size.
+    position_bias: a term added to the scores by position, ``alibi`` or ``relative``; None with rotary positions.
     """
 
     index: int
@@ -155,6 +156,7 @@ class LayerSpec:
     notes: tuple[str, ...] = ()
     chunk: int | None = None
     recurrent_state: bool = False
+    position_bias: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", AttentionKind(self.kind))
