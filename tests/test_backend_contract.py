@@ -52,7 +52,9 @@ def test_store_and_decode(backend, shape: str, dtype: str, preset: str, layout: 
     cache = bound.allocate(num_blocks, backend.device, fill=0xCD)
     bound.store(here(key), here(value), cache, here(slot_mapping))
     agree = (cache.data.cpu() == expected.data).double().mean().item()
-    assert agree > 0.999, f"{1 - agree:.2%} of the bytes differ from the reference's"  # rounding ties may differ
+    assert agree > 0.999, (
+        f"{1 - agree:.2%} of the bytes differ from the reference's"
+    )  # rounding ties may differ
 
     out, lse = bound.decode(
         here(query),

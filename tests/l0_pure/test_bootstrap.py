@@ -37,7 +37,9 @@ def test_triton_yields_to_the_one_that_torch_brings():
     assert "triton==" not in (ROOT / "constraints" / "torch.txt").read_text()
 
 
-@pytest.mark.parametrize("base", [{**ROCM, **TRITON}, ROCM, {**CPU, **TRITON}], ids=["rocm", "rocm-alone", "cpu"])
+@pytest.mark.parametrize(
+    "base", [{**ROCM, **TRITON}, ROCM, {**CPU, **TRITON}], ids=["rocm", "rocm-alone", "cpu"]
+)
 def test_torch_of_the_machine_is_reused(base):
     plan = decide(Machine("Linux", "x86_64", base), "auto", ["test"])
     assert plan.system_site

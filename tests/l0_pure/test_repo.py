@@ -102,7 +102,10 @@ def test_pins_lie_in_the_declared_ranges():
     requirement = pytest.importorskip("packaging.requirements")
     meta = project()["project"]
     every = {**pins("torch.txt"), **pins("kernels.txt"), **pins("tools.txt")}
-    declared = [*meta["dependencies"], *(d for extra in meta["optional-dependencies"].values() for d in extra)]
+    declared = [
+        *meta["dependencies"],
+        *(d for extra in meta["optional-dependencies"].values() for d in extra),
+    ]
     for text in declared:
         parsed = requirement.Requirement(text)
         key = re.sub(r"[-_.]+", "-", parsed.name).lower()
