@@ -1,0 +1,1 @@
+"""Continuous-integration tools: simulator, matrix, comparison."""
