@@ -211,7 +211,8 @@ class ModelSpec:
     """A model as far as its KV cache is concerned: a name, where it was read from, and its layers in order.
 
     layers hold tensor-parallel-local heads if ``tp`` > 1. hybrid: some layers keep no K/V cache (linear
-    attention, state-space layers). warnings: what the description left open.
+    attention, state-space layers). warnings: what the description left open. weight_gib: size of the published
+    16-bit (or native) weights on all ranks, if known.
     """
 
     name: str
@@ -221,6 +222,7 @@ class ModelSpec:
     tp: int = 1
     max_position: int | None = None
     warnings: tuple[str, ...] = ()
+    weight_gib: float | None = None
 
     def __post_init__(self) -> None:
         if not self.layers:
