@@ -18,6 +18,7 @@ import pytest
 
 from turboquant_rocm import Decision, IneligibleError, LayerSpec, Policy, Target, decide
 from turboquant_rocm.backends import Backend, backends, get_backend
+from turboquant_rocm.dispatch import ENVIRONMENT_VARIABLES
 from turboquant_rocm.layouts import LAYOUT_NAMES
 
 try:
@@ -48,6 +49,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    for name in ENVIRONMENT_VARIABLES:  # the policy of somebody's shell is no part of a test
+        os.environ.pop(name, None)
     for name in config.getoption("--require-backend"):
         try:
             get_backend(name)
@@ -101,7 +104,7 @@ def target(device: str) -> Target:
         return Target("cpu", "cpu")
     from turboquant_rocm.target import detect
 
-    return detect(device)
+    return detect()
 
 
 @dataclass(frozen=True)
