@@ -13,7 +13,7 @@ from tests.repository import ROOT, files
 DOCUMENTS = sorted(
     p
     for p in files()
-    if p.suffix == ".md" and p.parts[0] in ("docs", "examples") or len(p.parts) == 1 and p.suffix == ".md"
+    if (p.suffix == ".md" and p.parts[0] in ("docs", "examples")) or (len(p.parts) == 1 and p.suffix == ".md")
 )
 
 
