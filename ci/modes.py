@@ -1,0 +1,123 @@
+"""How a leg executes kernels: one small class per mode, all giving bound layers with the same interface.
+
+``reference`` runs plain torch; ``interpret`` the Triton kernels in Triton's CPU interpreter, with its faulty
+conversions repaired; ``simulate`` the machine code that Triton makes for an AMD GPU, in ci/cdna_sim; ``device`` the
+GPU of this machine. The cases do not know which one runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ci.legs import Leg
+from turboquant_rocm import BoundLayer, LayerSpec, Policy, Target, bind, decide
+from turboquant_rocm.target import detect, devices, get_target
+
+__all__ = [
+    "DeviceMode",
+    "InterpretMode",
+    "Mode",
+    "ReferenceMode",
+    "SimulateMode",
+    "WrongMachineError",
+    "make_mode",
+]
+
+
+class WrongMachineError(RuntimeError):
+    """This machine cannot run the leg; the message says what is there and what is wanted."""
+
+
+class Mode:
+    """One way to execute. target: what backends are chosen for. device: where tensors live."""
+
+    device = "cpu"
+
+    def __init__(self, leg: Leg) -> None:
+        self.leg = leg
+        self.target = self._find_target()
+
+    def _find_target(self) -> Target:
+        return get_target(self.leg.target)
+
+    def bind(self, layer: LayerSpec, preset: str, block_size: int, layout: str, backend: str) -> BoundLayer:
+        """A bound layer of ``backend``; IneligibleError with every reason if it cannot serve the layer."""
+        decision = decide(layer, self.target, preset, block_size, Policy(force=backend, layout=layout))
+        return bind(decision)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around each call of a kernel."""
+        yield
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+
+    def counters(self) -> Mapping[str, int]:
+        """What the last :meth:`running` executed, for modes that count."""
+        return {}
+
+    def facts(self) -> dict[str, Any]:
+        """The device, for the result file."""
+        return {"target": self.target.arch, "vendor": self.target.vendor, "name": self.leg.title}
+
+
+class ReferenceMode(Mode):
+    """Plain torch on the CPU."""
+
+
+class InterpretMode(Mode):
+    """Triton's interpreter. TRITON_INTERPRET=1 must be set before Triton is imported (the leg's environment)."""
+
+    def __init__(self, leg: Leg) -> None:
+        import os
+
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            raise WrongMachineError("TRITON_INTERPRET=1 is not set")
+        super().__init__(leg)
+
+
+class SimulateMode(Mode):
+    """AMD machine code in the simulator."""
+
+
+class DeviceMode(Mode):
+    """The first GPU that torch sees."""
+
+    device = "cuda"
+
+    def _find_target(self) -> Target:
+        target = detect()
+        wants = f"a {self.leg.vendor} GPU" + (
+            f" of {' or '.join(self.leg.arches)}" if self.leg.arches else ""
+        )
+        if target.vendor != self.leg.vendor or (self.leg.arches and target.arch not in self.leg.arches):
+            raise WrongMachineError(f"this machine has {target.arch} (the leg {self.leg.name} wants {wants})")
+        return target
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def facts(self) -> dict[str, Any]:
+        found = devices()[0]
+        return {
+            **super().facts(),
+            "name": found.name,
+            "memory_gib": found.memory_gib,
+            "driver": str(torch.version.hip or torch.version.cuda),
+        }
+
+
+def make_mode(leg: Leg) -> Mode:
+    """The mode of ``leg``; WrongMachineError if it cannot run here."""
+    found = {
+        "reference": ReferenceMode,
+        "interpret": InterpretMode,
+        "simulate": SimulateMode,
+        "device": DeviceMode,
+    }
+    return found[leg.mode](leg)
