@@ -146,8 +146,11 @@ class Decoder:
         if len(window) < 4:
             raise DecodeError("code ends in the middle of an instruction", hex(addr))
         word = struct.unpack_from("<I", window)[0]
+        # Only the scaled matrix instructions are 16 bytes long, and they begin with the word of v_mfma_ld_scale_b32.
+        # The table tests their second half alone, so any instruction before a matrix instruction would match it.
+        seen = window if word >> 16 == 0xD3AC else window[:8]
         try:
-            ins = self._decode(window + bytes(16), "cdna")
+            ins = self._decode(seen + bytes(16), "cdna")
             name = ins.op_name.lower()
         except Exception as e:  # the table raises several kinds for bytes that are no instruction
             raise DecodeError(f"word {word:#010x} is no instruction ({e})", hex(addr)) from None
@@ -156,6 +159,10 @@ class Decoder:
         for suffix in ("_e32", "_e64"):
             name = name.removesuffix(suffix)
         size = ins.size()
+        if name.startswith("v_mfma") and size == 8:  # some come as plain VOP3P records: same bits, other names
+            raw = ins._raw
+            fields |= {"cbsz": raw >> 8 & 7, "abid": raw >> 11 & 15, "acc_cd": raw >> 15 & 1, "acc": raw >> 59 & 3,
+                       "blgp": raw >> 61 & 7}  # fmt: skip
         literal = fields.pop("literal", None)
         if literal is None and any(
             fields.get(k) == LITERAL for k in ("src0", "src1", "src2", "ssrc0", "ssrc1") if k in fields
