@@ -82,7 +82,26 @@ class InterpretMode(Mode):
 
 
 class SimulateMode(Mode):
-    """AMD machine code in the simulator."""
+    """AMD machine code in the simulator, through the same host code that launches it on a GPU."""
+
+    def __init__(self, leg: Leg) -> None:
+        super().__init__(leg)
+        self._counted: Mapping[str, int] = {}
+
+    def bind(self, layer: LayerSpec, preset: str, block_size: int, layout: str, backend: str) -> BoundLayer:
+        with self.running():  # a backend may ask Triton for its target
+            return super().bind(layer, preset, block_size, layout, backend)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        from ci.sim_driver import simulated
+
+        with simulated(self.leg.target) as run:
+            yield
+            self._counted = run.counters()
+
+    def counters(self) -> Mapping[str, int]:
+        return self._counted
 
 
 class DeviceMode(Mode):
