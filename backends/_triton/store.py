@@ -216,25 +216,38 @@ def _count(
 @triton.jit
 def _bucketize(
     y,  # [R, W] fp32
-    MIDS: tl.constexpr,  # bits of the positive midpoints, ascending
-    SQUARES: tl.constexpr,  # squares of the non-negative centroids, ascending
-    N: tl.constexpr,  # number of MIDS
+    MIDS: tl.constexpr,  # bits of the positive midpoints, ascending: 1, 3 or 7 of them
+    SQUARES: tl.constexpr,  # squares of the non-negative centroids, ascending: 2, 4 or 8
+    BITS: tl.constexpr,
 ):
     """(codes int32, squared centroids fp32): the number of midpoints <= y, of an antisymmetric codebook.
 
-    For y >= 0 that is N + 1 + #{m <= y} over the positive midpoints m; for y < 0 it is N - #{m < |y|}, where
-    m < |y| is m <= |y| less one unit in the last place. Positive floats compare like their bits.
+    For y >= 0 that is half + #{m <= y} over the positive midpoints m; for y < 0 it is half - 1 - #{m < |y|}, where
+    m < |y| is m <= |y| less one unit in the last place. Positive floats compare like their bits, so one binary
+    search in integers serves both; its decisions also select the square of the centroid.
     """
     bits = (y + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0, which lies on the middle midpoint and goes up
     sign = bits >> 31  # -1 or 0
-    magnitude = (bits & _ABS_BITS) + sign
-    count = tl.zeros_like(bits)
-    square = tl.full(y.shape, SQUARES[0], tl.float32)
-    for i in tl.static_range(N):
-        above = magnitude >= MIDS[i]
-        count += above.to(tl.int32)
-        square = tl.where(above, SQUARES[i + 1], square)
-    return (N + 1) + (count ^ sign), square
+    size = (bits & _ABS_BITS) + sign
+    if BITS == 2:
+        b0 = size >= MIDS[0]
+        count = b0.to(tl.int32)
+        square = tl.where(b0, SQUARES[1], SQUARES[0])
+    elif BITS == 3:
+        b1 = size >= MIDS[1]
+        b0 = size >= tl.where(b1, MIDS[2], MIDS[0])
+        count = tl.where(b1, 2, 0) | b0.to(tl.int32)
+        square = tl.where(b1, tl.where(b0, SQUARES[3], SQUARES[2]), tl.where(b0, SQUARES[1], SQUARES[0]))
+    else:
+        tl.static_assert(BITS == 4)
+        b2 = size >= MIDS[3]
+        b1 = size >= tl.where(b2, MIDS[5], MIDS[1])
+        b0 = size >= tl.where(b2, tl.where(b1, MIDS[6], MIDS[4]), tl.where(b1, MIDS[2], MIDS[0]))
+        count = tl.where(b2, 4, 0) | tl.where(b1, 2, 0) | b0.to(tl.int32)
+        upper = tl.where(b1, tl.where(b0, SQUARES[7], SQUARES[6]), tl.where(b0, SQUARES[5], SQUARES[4]))
+        lower = tl.where(b1, tl.where(b0, SQUARES[3], SQUARES[2]), tl.where(b0, SQUARES[1], SQUARES[0]))
+        square = tl.where(b2, upper, lower)
+    return (1 << (BITS - 1)) + (count ^ sign), square
 
 
 @triton.jit
@@ -318,7 +331,7 @@ def _store_keys(
                 run = sylvester(tl.div_rn(run, divisor[:, None]), R, P, LOG_P)
                 mixed = add_run(mixed, run, j, M2, SIGNS)
             y = tl.reshape(mixed, (R, D2))
-        codes, square = _bucketize(y * ROT_SCALE, MIDS, SQUARES, (1 << (KEY_BITS - 1)) - 1)
+        codes, square = _bucketize(y * ROT_SCALE, MIDS, SQUARES, KEY_BITS)
         if D2 != D:
             column = tl.arange(0, D2)
             codes = tl.where((column < D)[None, :], codes, 0)
