@@ -1,12 +1,14 @@
 # Everything starts from a checkout with nothing installed: each target makes what it needs, once.
 # Variables: PYTHON (base interpreter), VENV, TORCH=auto|reuse|install, TORCH_INDEX (index URL for torch),
-# STRICT=1 (no optional step may fail), JOBS (test processes), ARGS (more arguments for pytest or verify).
+# STRICT=1 (no optional step may fail), JOBS (test processes), TESTS (what to test), ARGS (more arguments for pytest or
+# verify).
 
 VENV ?= .venv
 TORCH ?= auto
 TORCH_INDEX ?=
 STRICT ?=
 JOBS ?= auto
+TESTS ?= tests
 ARGS ?=
 FIND_PYTHON = for p in python3 python python3.13 python3.12 python3.11; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && command -v "$$p" && break; done
@@ -33,10 +35,10 @@ demo: $(RUN) ## store and decode real keys and values: four presets, both layout
 	$(PY) -m turboquant_rocm.verify --input examples/kv/smollm2_135m.npz $(ARGS)
 
 test: $(DEV) ## all tests that this machine can run, but the slow ones
-	$(PYTEST) tests $(ARGS)
+	$(PYTEST) $(TESTS) $(ARGS)
 
 test-slow: $(DEV) ## the same with the slow ones
-	$(PYTEST) --run-slow tests $(ARGS)
+	$(PYTEST) --run-slow $(TESTS) $(ARGS)
 
 lint: $(DEV) ## ruff: rules and format
 	$(PY) -m ruff check .
