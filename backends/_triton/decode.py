@@ -1,0 +1,611 @@
+"""Paged decode over SoA and AoS caches: one kernel, told apart only by the integers of the layout.
+
+Work. One program per (column tile, KV head, split, sequence). Its columns are the GQA group times a few query tokens
+(N of them, the small side of both products); its tokens are the tiles of one split of the sequence. Keys and values
+are read and decoded once for all columns.
+
+Tile of T tokens, all in registers of one warp or wave:
+
+* K words: a lane owns a quarter of the codes of some tokens, read in vectors of up to 16 bytes. Decoded they are the
+  left operand [T, k] of the score product without passing through shared memory: the lanes of the load are the lanes
+  of the operand, and the dims of the query are permuted (prepare.py) to the order in which codes come out.
+* S[T, N] = sum over units of K_u[T, k] Q_u[k, N], fp32. The key norm, or the norm correction, multiplies S once per
+  token; scale, log2(e) and the query's own exponent multiply it once per column.
+* P[T, N] = exp2(S - max) in fp32; then fp16(P * value scale * r) for the value product, where r = 2^14 / (largest
+  value scale so far) keeps it a normal fp16 number whatever the scales are.
+* V words: a lane owns some codes of pairs of neighbouring tokens. Decoded as 1024 + code they are the left operand
+  [rows, T] of O[rows, N] += V[rows, T] P[T, N]; 1024 * sum(P) and the zero points (one row sum) are applied at the
+  end, to the accumulator. Rows are dims in the order in which codes come out, put back by the final store.
+
+Nothing is multiplied per element. Budget of integer instructions per element: K 2.4 (4-bit), 2.1 (3-bit), 1.5 (FP8);
+V 1.2; plus an eighth of a matrix instruction each.
+
+What moves when. Page ids of the next tile are fetched while this tile is computed. Groups of 16 tokens never cross a
+block, so a tile needs T / 16 scalar page ids, and addresses are a scalar per group plus loop-invariant lane offsets.
+A group is read if it holds a visible token; words of its other slots may be anything, which is harmless because every
+code decodes to a finite number, and their norm, scale and zero are not loaded (masked, 0). So nothing that was never
+stored can reach the result. Tiles outside the window or past the sequence are never touched.
+
+Row j of a sequence with q query tokens sees keys [max(0, h - window), h), h = seq_len - q + j + 1.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .device import centroid_pairs3, centroid_pairs4, fp8_pairs, funnel, halves, value_pairs
+
+__all__ = ["decode_kernel"]
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
+_P_MAX = tl.constexpr(16384.0)  # where fp16(P * scale * r) ends
+_LEAST_SCALE = tl.constexpr(2.0**-24)  # smallest positive fp16
+_MAGIC = tl.constexpr(1024.0)  # offset of the codes in value_pairs
+_CENTROID_EPS = tl.constexpr(1e-16)
+
+
+@triton.jit
+def _spread(
+    scalars,  # tuple of COUNT scalars
+    index,  # tile, 0 to COUNT - 1
+    COUNT: tl.constexpr,
+):
+    """scalars[index]; where ``index`` is known per register this is free."""
+    out = tl.full(index.shape, 0, tl.int64) + scalars[0]
+    for i in tl.static_range(1, COUNT):
+        out = tl.where(index == i, scalars[i], out)
+    return out
+
+
+@triton.jit
+def _split_words(
+    words,  # [A, B, C, VEC]
+    A: tl.constexpr,
+    B: tl.constexpr,
+    C: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    """The VEC words along the last dimension, as a tuple of [A, B, C]."""
+    if VEC == 4:
+        even, odd = tl.split(tl.reshape(words, (A, B, C, 2, 2)))
+        w0, w2 = tl.split(even)
+        w1, w3 = tl.split(odd)
+        out = (w0, w1, w2, w3)
+    else:
+        tl.static_assert(VEC == 2)
+        w0, w1 = tl.split(words)
+        out = (w0, w1)
+    return out
+
+
+@triton.jit
+def _load_units(
+    cache_ptr,  # uint8
+    offset,  # [A, B, C] int64 start of the row; in words where VEC > 0, else in bytes
+    lane,  # [A, B, C] int32 (or broadcastable), which part of the row
+    A: tl.constexpr,
+    B: tl.constexpr,
+    C: tl.constexpr,
+    BITS: tl.constexpr,
+    LANES: tl.constexpr,
+    UNIT: tl.constexpr,
+    UNITS: tl.constexpr,
+    VEC: tl.constexpr,
+    ALIGN: tl.constexpr,
+    NBYTES: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """The packed codes that each lane owns: a tuple of UNITS int32 tiles [A, B, C]. See tile.py."""
+    words_ptr = cache_ptr.to(tl.pointer_type(tl.int32))
+    units = ()
+    if VEC > 0:
+        WORDS: tl.constexpr = NBYTES // 4
+        for chunk in tl.static_range(UNITS // VEC):
+            first = (chunk * LANES + lane) * VEC
+            if VEC == 1:
+                if (chunk + 1) * LANES > WORDS:
+                    units = units + (tl.load(words_ptr + (offset + first), first < WORDS, 0),)
+                else:
+                    units = units + (tl.load(words_ptr + (offset + first)),)
+            else:
+                i = tl.arange(0, VEC)[None, None, None, :]
+                at = offset[:, :, :, None] + (first[:, :, :, None] + i)
+                if (chunk + 1) * LANES * VEC > WORDS:
+                    words = tl.load(words_ptr + at, (first[:, :, :, None] + i) < WORDS, 0)
+                else:
+                    words = tl.load(words_ptr + at)
+                units = units + _split_words(words, A, B, C, VEC)
+    else:
+        RUN: tl.constexpr = UNITS * UNIT * BITS // 8  # bytes per lane
+        PADDED: tl.constexpr = NBYTES < RUN * LANES
+        SLACK: tl.constexpr = 0 if (ALIGN % 4 == 0 and RUN % 4 == 0) else (2 if (ALIGN % 2 == 0 and RUN % 2 == 0) else 3)
+        COUNT: tl.constexpr = (RUN + SLACK + 3) // 4
+        start = offset + lane * RUN
+        skip = (start & 3).to(tl.int32)
+        first = start >> 2
+        left = tl.minimum(NBYTES - lane * RUN, RUN) + skip  # bytes from the first word to the end of the run
+        aligned = ()
+        for k in tl.static_range(COUNT):
+            if PADDED or (4 * k >= RUN):
+                aligned = aligned + (tl.load(words_ptr + (first + k), left > 4 * k, 0),)
+            else:
+                aligned = aligned + (tl.load(words_ptr + (first + k)),)
+        stream = aligned
+        if SLACK > 0:
+            stream = ()
+            shift = skip * 8
+            for k in tl.static_range(COUNT):
+                if k + 1 < COUNT:
+                    stream = stream + (funnel(aligned[k], aligned[k + 1], shift, TARGET),)
+                else:
+                    word = aligned[k].to(tl.uint32, bitcast=True) >> shift.to(tl.uint32)
+                    stream = stream + (word.to(tl.int32, bitcast=True),)
+        if BITS == 3:
+            for u in tl.static_range(UNITS):
+                if (24 * u) % 32 == 0:
+                    units = units + (stream[24 * u // 32],)
+                elif (24 * u) % 32 == 8:
+                    units = units + (stream[24 * u // 32] >> 8,)
+                elif (24 * u) % 32 == 16:
+                    low = (stream[24 * u // 32] >> 16) & 0xFFFF
+                    units = units + (low | (stream[24 * u // 32 + 1] << 16),)
+                else:
+                    low = (stream[24 * u // 32] >> 24) & 0xFF
+                    units = units + (low | (stream[24 * u // 32 + 1] << 8),)
+        else:
+            for u in tl.static_range(UNITS):
+                units = units + (stream[u],)
+    return units
+
+
+@triton.jit
+def _key_operand(
+    unit,  # packed codes: cuda [A, B, C] = (row block, row, lane); hip (row block, lane, row)
+    T: tl.constexpr,
+    BITS: tl.constexpr,
+    TABLE: tl.constexpr,
+    KWIDTH: tl.constexpr,
+    LANE_FIRST: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """One unit decoded to the operand [T, k] fp16, k = 32 (or 16 for FP8), columns as in KeyTile.dims."""
+    if BITS == 8:
+        a, b = fp8_pairs(unit, TARGET)
+        a0, a1 = halves(a)
+        b0, b1 = halves(b)
+        x = tl.join(tl.join(a0, a1), tl.join(b0, b1))  # [A, B, C, half, pair]
+        if LANE_FIRST:
+            x = tl.permute(x, (0, 2, 4, 1, 3)) if KWIDTH == 2 else tl.permute(x, (0, 2, 1, 4, 3))
+        else:
+            x = tl.permute(x, (0, 1, 4, 2, 3)) if KWIDTH == 2 else tl.permute(x, (0, 1, 2, 4, 3))
+        x = tl.reshape(x, (T, 16))
+    else:
+        if BITS == 4:
+            a, b, c, d = centroid_pairs4(unit, TABLE, TARGET)
+        else:
+            a, b, c, d = centroid_pairs3(unit, TABLE, TARGET)
+        a0, a1 = halves(a)
+        b0, b1 = halves(b)
+        c0, c1 = halves(c)
+        d0, d1 = halves(d)
+        ab = tl.join(tl.join(a0, a1), tl.join(b0, b1))
+        cd = tl.join(tl.join(c0, c1), tl.join(d0, d1))
+        x = tl.join(ab, cd)  # [A, B, C, half, pair low bit, pair high bit]
+        if LANE_FIRST:
+            if KWIDTH == 2:
+                x = tl.permute(x, (0, 2, 5, 4, 1, 3))
+            elif KWIDTH == 4:
+                x = tl.permute(x, (0, 2, 5, 1, 4, 3))
+            else:
+                x = tl.permute(x, (0, 2, 1, 5, 4, 3))
+        else:
+            if KWIDTH == 2:
+                x = tl.permute(x, (0, 1, 5, 4, 2, 3))
+            elif KWIDTH == 4:
+                x = tl.permute(x, (0, 1, 5, 2, 4, 3))
+            else:
+                x = tl.permute(x, (0, 1, 2, 5, 4, 3))
+        x = tl.reshape(x, (T, 32))
+    return x
+
+
+@triton.jit
+def _stack8(a, b, c, d, e, f, g, h):
+    """Eight tiles along three new last dimensions, index bits 0, 1, 2."""
+    return tl.join(tl.join(tl.join(a, b), tl.join(c, d)), tl.join(tl.join(e, f), tl.join(g, h)))
+
+
+@triton.jit
+def _value_operand(
+    words,  # tuple of RUNS tiles: the same unit of RUNS neighbouring tokens
+    T: tl.constexpr,
+    BITS: tl.constexpr,
+    RUNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANE_FIRST: tl.constexpr,
+):
+    """One unit decoded to the operand [ROWS, T] fp16 of 1024 + code: row = code * lanes + lane."""
+    p = value_pairs(words[0], words[1], BITS)
+    a0, a1 = halves(p[0])
+    b0, b1 = halves(p[1])
+    c0, c1 = halves(p[2])
+    d0, d1 = halves(p[3])
+    e0, e1 = halves(p[4])
+    f0, f1 = halves(p[5])
+    g0, g1 = halves(p[6])
+    h0, h1 = halves(p[7])
+    if RUNS == 2:
+        x = _stack8(
+            tl.join(a0, a1), tl.join(b0, b1), tl.join(c0, c1), tl.join(d0, d1),
+            tl.join(e0, e1), tl.join(f0, f1), tl.join(g0, g1), tl.join(h0, h1),
+        )  # [TB, lane, quad, token, code bits 0, 1, 2]; hip: [TB, quad, lane, ...]
+        if LANE_FIRST:
+            x = tl.permute(x, (6, 5, 4, 2, 0, 1, 3))
+        else:
+            x = tl.permute(x, (6, 5, 4, 1, 0, 2, 3))
+    else:
+        tl.static_assert(RUNS == 4)
+        q = value_pairs(words[2], words[3], BITS)
+        a2, a3 = halves(q[0])
+        b2, b3 = halves(q[1])
+        c2, c3 = halves(q[2])
+        d2, d3 = halves(q[3])
+        e2, e3 = halves(q[4])
+        f2, f3 = halves(q[5])
+        g2, g3 = halves(q[6])
+        h2, h3 = halves(q[7])
+        x = _stack8(
+            tl.join(tl.join(a0, a1), tl.join(a2, a3)), tl.join(tl.join(b0, b1), tl.join(b2, b3)),
+            tl.join(tl.join(c0, c1), tl.join(c2, c3)), tl.join(tl.join(d0, d1), tl.join(d2, d3)),
+            tl.join(tl.join(e0, e1), tl.join(e2, e3)), tl.join(tl.join(f0, f1), tl.join(f2, f3)),
+            tl.join(tl.join(g0, g1), tl.join(g2, g3)), tl.join(tl.join(h0, h1), tl.join(h2, h3)),
+        )  # [TB, ., ., token bit 0, token bit 1, code bits 0, 1, 2]
+        if LANE_FIRST:
+            x = tl.permute(x, (7, 6, 5, 2, 0, 1, 4, 3))
+        else:
+            x = tl.permute(x, (7, 6, 5, 1, 0, 2, 4, 3))
+    return tl.reshape(x, (ROWS, T))
+
+
+@triton.jit
+def _sum_tokens(
+    x,  # [T, N] fp32
+    T: tl.constexpr,
+    N: tl.constexpr,
+    LANE_FIRST: tl.constexpr,
+):
+    """Sums over the tokens that one lane holds: no exchange between lanes. -> [8 or 4, N]."""
+    if LANE_FIRST:  # rows of a 16-row accumulator: lane group * 4 + register
+        out = tl.sum(tl.sum(tl.reshape(x, (T // 16, 4, 4, N)), axis=2), axis=0)
+    else:
+        out = tl.sum(tl.reshape(x, (T // 8, 8, N)), axis=0)
+    return out
+
+
+@triton.jit
+def _page_ids(
+    table_ptr,
+    token,  # first token of the tile, a multiple of 16
+    last_group,  # first token of the last group that may be read
+    BLOCK_SIZE: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """(page ids, first token of each group in its page), tuples of COUNT scalars."""
+    pages = ()
+    for i in tl.static_range(COUNT):
+        group = tl.minimum(token + 16 * i, last_group)
+        pages = pages + (tl.load(table_ptr + group // BLOCK_SIZE),)
+    return pages
+
+
+@triton.jit
+def _field_offsets(
+    pages,
+    token,
+    last_group,
+    FIELD: tl.constexpr,  # (base, token stride, head stride, block stride), in units of the field
+    head,
+    BLOCK_SIZE: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """Offset of the first token of every group in a field, a tuple of int64 scalars."""
+    out = ()
+    for i in tl.static_range(COUNT):
+        group = tl.minimum(token + 16 * i, last_group)
+        within = (group % BLOCK_SIZE) * FIELD[1] + head * FIELD[2] + FIELD[0]
+        out = out + (pages[i].to(tl.int64) * FIELD[3] + within,)
+    return out
+
+
+@triton.jit
+def _load_meta(
+    cache_ptr,
+    pages,
+    token,
+    last_group,
+    low,  # first and past-the-end token that any column sees
+    high,
+    FIELD: tl.constexpr,
+    head,
+    BLOCK_SIZE: tl.constexpr,
+    T: tl.constexpr,
+):
+    """An fp16 field of the tile's tokens as fp32 [T]; 0 for tokens that no column sees."""
+    COUNT: tl.constexpr = T // 16
+    t = tl.arange(0, T)
+    base = _spread(_field_offsets(pages, token, last_group, FIELD, head, BLOCK_SIZE, COUNT), t // 16, COUNT)
+    at = cache_ptr.to(tl.pointer_type(tl.float16)) + (base + (t % 16) * FIELD[1])
+    seen = (token + t >= low) & (token + t < high)
+    return tl.load(at, seen, 0.0).to(tl.float32)
+
+
+_ARGUMENT_NAMES = (
+    "scale_log2", "window", "soft_cap", "splits", "table_stride",
+    "out_token_stride", "out_head_stride", "lse_token_stride", "lse_head_stride", "min_tiles",
+)
+
+
+@triton.jit(
+    do_not_specialize=_ARGUMENT_NAMES,
+    do_not_specialize_on_alignment=(
+        "cache_ptr", "table_ptr", "seq_lens_ptr", "query_start_ptr", "sinks_ptr", "out_ptr", "lse_ptr",
+    ),
+)  # fmt: skip
+def decode_kernel(
+    query_ptr,  # [N * Hq, KP] fp16, permuted and normalised (prepare.py)
+    query_scale_ptr,  # [N * Hq] fp32
+    cache_ptr,  # [nb, bs, Hk, slot_stride] uint8
+    table_ptr,  # [B, M] int32
+    seq_lens_ptr,  # [B] int32
+    query_start_ptr,  # [B + 1] int32; not read unless MULTI
+    sinks_ptr,  # [Hq] fp32; not read unless SINKS and DIRECT
+    out_ptr,  # DIRECT: [N, Hq, Dv]; else partial results [N * Hq, S, RP] fp32
+    lse_ptr,  # DIRECT: [N, Hq] fp32 natural logarithm; else [N * Hq, S] fp32, base 2
+    table_stride,
+    out_token_stride,  # DIRECT only
+    out_head_stride,
+    lse_token_stride,
+    lse_head_stride,
+    scale_log2,  # softmax scale * factor of the key numbers (* log2(e) unless SOFT_CAP)
+    soft_cap,
+    window,
+    splits,  # S
+    min_tiles,  # fewest tiles a split takes
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    G: tl.constexpr,  # Hq / Hk
+    N: tl.constexpr,  # columns of a tile, a power of two
+    QT: tl.constexpr,  # query tokens of a column tile: QT * G <= N
+    T: tl.constexpr,  # tokens of a tile
+    KEY: tl.constexpr,  # (bits, lanes, unit, units, vec, align, nbytes)
+    VALUE: tl.constexpr,
+    KEY_DATA: tl.constexpr,  # (base, token stride, head stride, block stride), in words or bytes
+    VALUE_DATA: tl.constexpr,
+    KEY_NORM: tl.constexpr,  # the same in fp16 elements
+    VALUE_SCALE: tl.constexpr,
+    VALUE_ZERO: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DV: tl.constexpr,
+    TABLE: tl.constexpr,  # centroids, see device._lookup8
+    TABLE_SCALE: tl.constexpr,
+    NORM_CORRECTION: tl.constexpr,
+    CACHE_ALIGN: tl.constexpr,  # bytes that cache_ptr is aligned to
+    KWIDTH: tl.constexpr,  # consecutive columns of an operand in a lane
+    RUNS: tl.constexpr,  # neighbouring tokens of a value operand in a lane
+    LANE_FIRST: tl.constexpr,  # lanes of a row are far apart (AMD), not neighbours (NVIDIA)
+    MULTI: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    DIRECT: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    GROUPS: tl.constexpr = T // 16
+    KL: tl.constexpr = KEY[1]
+    VL: tl.constexpr = VALUE[1]
+    KSPAN: tl.constexpr = KEY[1] * KEY[2]
+    KP: tl.constexpr = KSPAN * KEY[3]
+    ROWS: tl.constexpr = VALUE[1] * VALUE[2]
+    RP: tl.constexpr = ROWS * VALUE[3]
+
+    cache_ptr = tl.multiple_of(cache_ptr, CACHE_ALIGN)
+    head = tl.program_id(0) % HK
+    first_query = (tl.program_id(0) // HK) * QT
+    split = tl.program_id(1)
+    sequence = tl.program_id(2)
+    seq_len = tl.load(seq_lens_ptr + sequence)
+    if MULTI:
+        query_base = tl.load(query_start_ptr + sequence)
+        query_len = tl.load(query_start_ptr + sequence + 1) - query_base
+    else:
+        query_base = sequence
+        query_len = 1
+    if first_query >= query_len:
+        return
+
+    column = tl.arange(0, N)
+    query = first_query + column // G
+    live = (column < QT * G) & (query < query_len)
+    q_head = head * G + column % G
+    row = (query_base + query).to(tl.int64) * HQ + q_head
+    high = seq_len - query_len + query + 1  # [N] past the last key of each column
+    high = tl.where(live, high, 0)
+    end = tl.maximum(seq_len - query_len + tl.minimum(first_query + QT, query_len), 0)
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(seq_len - query_len + first_query + 1 - window, 0)
+    start = begin // 16 * 16
+    last_group = tl.maximum(end - 1, 0) // 16 * 16
+
+    tiles = (tl.maximum(end - start, 0) + T - 1) // T
+    tiles_per_split = tl.maximum((tiles + splits - 1) // splits, min_tiles)
+    tile_low = split * tiles_per_split
+    tile_high = tl.minimum(tile_low + tiles_per_split, tiles)
+    if not DIRECT:
+        if tile_low >= tile_high:
+            tl.store(lse_ptr + row * splits + split, float("-inf"), live)
+            return
+
+    column_scale = tl.load(query_scale_ptr + row, live, 0.0) * scale_log2
+    k_index = tl.arange(0, KSPAN)
+    queries = ()
+    for u in tl.static_range(KEY[3]):
+        at = query_ptr + row[None, :] * KP + (u * KSPAN + k_index)[:, None]
+        queries = queries + (tl.load(at, live[None, :], 0.0),)  # [KSPAN, N]
+
+    # Which token and which part of its row each lane reads.
+    if LANE_FIRST:
+        KA: tl.constexpr = T // 16
+        KB: tl.constexpr = KL
+        KC: tl.constexpr = 16
+        k_group = tl.arange(0, KA)[:, None, None]
+        k_lane = tl.arange(0, KB)[None, :, None] + tl.zeros((KA, KB, KC), tl.int32)
+        k_row = tl.arange(0, KC)[None, None, :]
+        VA: tl.constexpr = T // (4 * RUNS)
+        VB: tl.constexpr = 4
+        VC: tl.constexpr = VL
+        v_token = (tl.arange(0, VA)[:, None, None] * (4 * RUNS)) % 16 + tl.arange(0, VB)[None, :, None] * RUNS
+        v_lane = tl.arange(0, VC)[None, None, :] + tl.zeros((VA, VB, VC), tl.int32)
+    else:
+        KA: tl.constexpr = T // 8
+        KB: tl.constexpr = 8
+        KC: tl.constexpr = KL
+        k_group = tl.arange(0, KA)[:, None, None] // 2
+        k_lane = tl.arange(0, KC)[None, None, :] + tl.zeros((KA, KB, KC), tl.int32)
+        k_row = (tl.arange(0, KA)[:, None, None] % 2) * 8 + tl.arange(0, KB)[None, :, None]
+        VA: tl.constexpr = T // (4 * RUNS)
+        VB: tl.constexpr = VL
+        VC: tl.constexpr = 4
+        v_token = (tl.arange(0, VA)[:, None, None] * (4 * RUNS)) % 16 + tl.arange(0, VC)[None, None, :] * RUNS
+        v_lane = tl.arange(0, VB)[None, :, None] + tl.zeros((VA, VB, VC), tl.int32)
+    v_group = (tl.arange(0, VA)[:, None, None] * (4 * RUNS)) // 16
+    k_group = k_group + tl.zeros((KA, KB, KC), tl.int32)
+    v_group = v_group + tl.zeros((VA, VB, VC), tl.int32)
+
+    PARTS: tl.constexpr = 4 if LANE_FIRST else 8
+    largest = tl.full((N,), float("-inf"), tl.float32)  # running maximum of the scores
+    weight = tl.zeros((PARTS, N), tl.float32)  # sum of P
+    offset = tl.zeros((PARTS, N), tl.float32)  # sum of P * zero point
+    rounded = tl.zeros((PARTS, N), tl.float32)  # sum of the fp16 weights of the value product
+    scale_max = tl.full((), _LEAST_SCALE, tl.float32)  # running maximum of the value scales
+    acc = ()
+    for u in tl.static_range(VALUE[3]):
+        acc = acc + (tl.zeros((ROWS, N), tl.float32),)
+
+    table_ptr += sequence.to(tl.int64) * table_stride
+    token = start + tile_low * T
+    pages = ()
+    for i in tl.static_range(GROUPS):
+        pages = pages + (0,)
+    if tile_low < tile_high:
+        pages = _page_ids(table_ptr, token, last_group, BLOCK_SIZE, GROUPS)
+    for _tile in range(tile_low, tile_high):
+        k_base = _field_offsets(pages, token, last_group, KEY_DATA, head, BLOCK_SIZE, GROUPS)
+        k_units = _load_units(
+            cache_ptr, _spread(k_base, k_group, GROUPS) + k_row * KEY_DATA[1], k_lane, KA, KB, KC,
+            KEY[0], KEY[1], KEY[2], KEY[3], KEY[4], KEY[5], KEY[6], TARGET,
+        )  # fmt: skip
+        v_base = _field_offsets(pages, token, last_group, VALUE_DATA, head, BLOCK_SIZE, GROUPS)
+        v_start = _spread(v_base, v_group, GROUPS) + v_token * VALUE_DATA[1]
+        v_tokens = ()
+        for i in tl.static_range(RUNS):
+            v_tokens = v_tokens + (
+                _load_units(
+                    cache_ptr, v_start + i * VALUE_DATA[1], v_lane, VA, VB, VC,
+                    VALUE[0], VALUE[1], VALUE[2], VALUE[3], VALUE[4], VALUE[5], VALUE[6], TARGET,
+                ),
+            )  # fmt: skip
+        v_scale = _load_meta(cache_ptr, pages, token, last_group, begin, end, VALUE_SCALE, head, BLOCK_SIZE, T)
+        v_zero = _load_meta(cache_ptr, pages, token, last_group, begin, end, VALUE_ZERO, head, BLOCK_SIZE, T)
+        if KEY[0] != 8:
+            norm = _load_meta(cache_ptr, pages, token, last_group, begin, end, KEY_NORM, head, BLOCK_SIZE, T)
+        next_pages = _page_ids(table_ptr, token + T, last_group, BLOCK_SIZE, GROUPS)
+
+        scores = tl.zeros((T, N), tl.float32)
+        squares = tl.zeros((T, 8), tl.float32)
+        for u in tl.static_range(KEY[3]):
+            keys = _key_operand(k_units[u], T, KEY[0], TABLE, KWIDTH, LANE_FIRST, TARGET)
+            scores = tl.dot(keys, queries[u], scores)
+            if NORM_CORRECTION:
+                squares = tl.dot(keys * keys, tl.full((KSPAN, 8), 1.0, tl.float16), squares)
+        scores = scores * column_scale[None, :]
+        if KEY[0] != 8:
+            if NORM_CORRECTION:
+                total = tl.max(squares, axis=1) * (TABLE_SCALE * TABLE_SCALE)
+                norm = norm * tl.rsqrt(total + _CENTROID_EPS)
+            scores = scores * norm[:, None]
+        if SOFT_CAP:  # cap * tanh(s / cap), then base 2
+            grown = tl.exp2(scores * ((1.0 / soft_cap) * (2.0 * _LOG2E)))
+            scores = (1.0 - 2.0 / (1.0 + grown)) * (soft_cap * _LOG2E)
+        position = token + tl.arange(0, T)
+        visible = position[:, None] < high[None, :]
+        if WINDOW:
+            visible = visible & (position[:, None] >= (high - window)[None, :])
+        scores = tl.where(visible, scores, float("-inf"))
+
+        new_largest = tl.maximum(largest, tl.max(scores, axis=0))
+        reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        alpha = tl.exp2(largest - reference)  # [N]
+        p = tl.exp2(scores - reference[None, :])
+        largest = new_largest
+        weight = weight * alpha[None, :] + _sum_tokens(p, T, N, LANE_FIRST)
+        offset = offset * alpha[None, :] + _sum_tokens(p * v_zero[:, None], T, N, LANE_FIRST)
+        new_scale_max = tl.maximum(scale_max, tl.max(v_scale, axis=0))
+        p16 = (p * (v_scale * (1.0 / new_scale_max) * _P_MAX)[:, None]).to(tl.float16)
+        shrink = alpha * (scale_max / new_scale_max)
+        scale_max = new_scale_max
+        rounded = rounded * shrink[None, :] + _sum_tokens(p16.to(tl.float32), T, N, LANE_FIRST)
+
+        new_acc = ()
+        for u in tl.static_range(VALUE[3]):
+            words = ()
+            for i in tl.static_range(RUNS):
+                words = words + (v_tokens[i][u],)
+            values = _value_operand(words, T, VALUE[0], RUNS, ROWS, LANE_FIRST)
+            new_acc = new_acc + (tl.dot(values, p16, acc[u] * shrink[None, :]),)
+        acc = new_acc
+        pages = next_pages
+        token += T
+
+    total_weight = tl.sum(weight, axis=0)  # [N]
+    total_offset = tl.sum(offset, axis=0)
+    total_rounded = tl.sum(rounded, axis=0)
+    seen = total_weight > 0.0
+    if SINKS and DIRECT:
+        sink = tl.load(sinks_ptr + q_head, live, float("-inf")).to(tl.float32) * _LOG2E
+        joint = tl.where(seen, tl.maximum(largest, sink), 0.0)
+        less = tl.exp2(largest - joint)
+        lse = joint + tl.log2(total_weight * less + tl.exp2(sink - joint))
+        norm_out = less / (total_weight * less + tl.exp2(sink - joint))
+    else:
+        lse = largest + tl.log2(total_weight)
+        norm_out = 1.0 / total_weight
+    norm_out = tl.where(seen, norm_out, 0.0)
+    lse = tl.where(seen, lse, float("-inf"))
+    back = norm_out * (scale_max / _P_MAX)
+    shift = total_offset * norm_out - total_rounded * (back * _MAGIC)
+
+    r = tl.arange(0, ROWS)
+    for u in tl.static_range(VALUE[3]):
+        result = acc[u] * back[None, :] + shift[None, :]
+        if DIRECT:
+            lane = r % VL
+            if VALUE[4] > 0:
+                dim = (((u // VALUE[4]) * VL + lane) * VALUE[4] + u % VALUE[4]) * VALUE[2] + r // VL
+            else:
+                dim = (lane * VALUE[3] + u) * VALUE[2] + r // VL
+            at = (query_base + query).to(tl.int64) * out_token_stride + q_head * out_head_stride
+            keep = live[None, :] & (dim < DV)[:, None]
+            tl.store(out_ptr + at[None, :] + dim[:, None], result.to(out_ptr.dtype.element_ty), keep)
+        else:
+            at = (row * splits + split) * RP
+            tl.store(out_ptr + at[None, :] + (u * ROWS + r)[:, None], result, live[None, :])
+    if DIRECT:
+        if WRITE_LSE:
+            at = (query_base + query).to(tl.int64) * lse_token_stride + q_head * lse_head_stride
+            tl.store(lse_ptr + at, lse * _LN2, live)
+    else:
+        tl.store(lse_ptr + row * splits + split, lse, live)

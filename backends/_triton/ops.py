@@ -1,0 +1,372 @@
+"""The Triton kernels as LayerOps: everything about a layer is fixed when it is bound, everything about a shape the
+first time that shape is met, and a call only fills in pointers.
+
+``SoaOps`` and ``AosOps`` differ in their layout alone; both names exist because declarations name them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+
+from ...dispatch import Decision
+from ...layouts import Layout
+from ...presets import load_yaml
+from ...spec import SpecError
+from .decode import decode_kernel
+from .prepare import prepare_kernel
+from .reduce import reduce_kernel
+from .store import Store
+from .tile import GROUP, KeyTile, ValueTile, alignment, centroid_table, corrects_norm, query_matrix
+from .workspace import Workspace, default_workspace
+
+__all__ = ["AosOps", "DecodePlan", "SoaOps", "TritonOps", "tuned"]
+
+LOG2E = 1.4426950408889634
+_LIKE = {"nvidia": ("sm_90", "sm_80"), "amd": ("gfx942", "gfx950")}
+_FALLBACK = {"nvidia": "sm_80", "amd": "gfx942"}
+_ROWS_PER_PREPARE = 16
+_MAX_SPLITS = 64
+_REDUCE_CHUNK = 8
+
+
+def target_kind(vendor: str) -> str:
+    """Which device functions to use: "cuda", "hip", or "portable" under the interpreter."""
+    if triton.knobs.runtime.interpret:
+        return "portable"
+    return {"nvidia": "cuda", "amd": "hip"}[vendor]
+
+
+@cache
+def _tuned_file(arch: str, backend: str) -> Mapping[str, Any]:
+    data = load_yaml("tuned", arch, f"{backend}.yaml")
+    if data.get("version") != 1:
+        raise SpecError(f"tuned/{arch}/{backend}.yaml version", data.get("version"), "1")
+    return data["decode"]
+
+
+def tuned(arch: str, vendor: str, backend: str, **facts: Any) -> dict[str, Any]:
+    """Tile and split choices for one kernel: those of ``arch``, or of the architecture it is most like."""
+    known = arch if arch in _LIKE[vendor] else _FALLBACK[vendor]
+    values = dict(_tuned_file(known, backend))
+    for override in values.pop("overrides", ()):
+        if all(facts[name] == wanted for name, wanted in override["when"].items()):
+            values.update(override["use"])
+            break
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One shape of call: what to launch and where its scratch memory is."""
+
+    prepare_grid: tuple[int, int, int]
+    decode_grid: tuple[int, int, int]
+    splits: int
+    prepare: Mapping[str, Any]
+    decode: Mapping[str, Any]
+    reduce: Mapping[str, Any] | None
+
+
+class DecodePlan:
+    """Every constant of the decode kernels for one layer on one target: no tensor, no device.
+
+    cache_alignment: bytes that cache pointers are aligned to (16, or 2 for the variant that takes any cache).
+    """
+
+    def __init__(
+        self, decision: Decision, layout: Layout, *, cache_alignment: int = 16, kind: str | None = None
+    ) -> None:
+        layer, preset, target = decision.layer, layout.preset, decision.target
+        if layout.block_size % GROUP:
+            raise SpecError("block_size", layout.block_size, f"a multiple of {GROUP}")
+        self.layer = layer
+        self.layout = layout
+        self.kind = kind or target_kind(target.vendor)
+        self.decision = decision
+        self.key = KeyTile.of(
+            preset.key_bits, layout.head_size, 4, alignment(layout, "key_data", cache_alignment)
+        )
+        base = self.tuned(columns=0)
+        self.value = ValueTile.of(
+            preset.value_bits,
+            layout.value_head_size,
+            base["value_lanes"],
+            alignment(layout, "value_data", cache_alignment),
+        )
+        self.matrix, factor = query_matrix(layout, self.key, self.kind, base["key_width"])
+        table, table_scale = ((0, 0, 0, 0), 1.0)
+        if not preset.fp8_keys:
+            table, table_scale = centroid_table(layout.head_size, preset.key_bits)
+        self.factor = factor if layer.soft_cap is not None else factor * LOG2E
+        group = layer.gqa_ratio
+        self.constants: dict[str, Any] = {
+            "HQ": layer.num_heads,
+            "HK": layer.num_kv_heads,
+            "G": group,
+            "KEY": self._row_tile(self.key),
+            "VALUE": self._row_tile(self.value),
+            "KEY_DATA": self._field("key_data", 4 if self.key.vec else 1),
+            "VALUE_DATA": self._field("value_data", 4 if self.value.vec else 1),
+            "KEY_NORM": (0, 0, 0, 0) if preset.fp8_keys else self._field("key_norm", 2),
+            "VALUE_SCALE": self._field("value_scale", 2),
+            "VALUE_ZERO": self._field("value_zero", 2),
+            "BLOCK_SIZE": layout.block_size,
+            "DV": layout.value_head_size,
+            "TABLE": table,
+            "TABLE_SCALE": table_scale,
+            "NORM_CORRECTION": corrects_norm(layout),
+            "CACHE_ALIGN": cache_alignment,
+            "KWIDTH": base["key_width"],
+            "RUNS": base["token_runs"],
+            "LANE_FIRST": base["lane_first"],
+            "WINDOW": layer.window is not None,
+            "SOFT_CAP": layer.soft_cap is not None,
+            "SINKS": layer.sinks,
+            "TARGET": self.kind,
+        }
+
+    def tuned(self, columns: int) -> dict[str, Any]:
+        """Tile and split choices for a kernel of ``columns`` columns."""
+        target = self.decision.target
+        return tuned(
+            target.arch,
+            target.vendor,
+            self.decision.backend,
+            preset=self.layout.preset.name.removeprefix("turboquant_"),
+            head_size=self.layout.head_size,
+            columns=columns,
+        )
+
+    @staticmethod
+    def _row_tile(tile: Any) -> tuple[int, ...]:
+        return (tile.bits, tile.lanes, tile.unit, tile.units, tile.vec, tile.align, tile.nbytes)
+
+    def _field(self, name: str, size: int) -> tuple[int, int, int, int]:
+        """(base, token stride, head stride, block stride) of a field in elements of ``size`` bytes."""
+        place = self.layout.place(name)
+        numbers = (place.base, place.token_stride, place.head_stride, self.layout.block_stride)
+        assert all(n % size == 0 for n in numbers)
+        return tuple(n // size for n in numbers)  # type: ignore[return-value]
+
+    def columns(self, max_query_len: int) -> int:
+        """Columns of a tile: a power of two, at least the narrow side of the target's matrix instruction."""
+        least = 8 if self.decision.target.vendor == "nvidia" else 16
+        group = self.layer.gqa_ratio
+        most = max(triton.next_power_of_2(group), self.tuned(0)["columns"])
+        return min(most, max(least, triton.next_power_of_2(group * max_query_len)))
+
+    def prepare_constants(self) -> dict[str, Any]:
+        """Constexprs and options of the prepare kernel."""
+        d = self.layout.head_size
+        return {
+            "HQ": self.layer.num_heads,
+            "D": d,
+            "KP": self.key.columns,
+            "KP2": triton.next_power_of_2(self.key.columns),
+            "R": _ROWS_PER_PREPARE,
+            "CHUNK": min(64, triton.next_power_of_2(d)),
+            "num_warps": 4,
+            "num_stages": 1,
+            "enable_fp_fusion": True,
+        }
+
+    def decode_constants(self, columns: int, multi: bool, direct: bool, write_lse: bool) -> dict[str, Any]:
+        """Constexprs and options of the decode kernel."""
+        choice = self.tuned(columns)
+        return {
+            **self.constants,
+            "N": columns,
+            "QT": columns // self.layer.gqa_ratio if multi else 1,
+            "T": choice["tokens"],
+            "MULTI": multi,
+            "DIRECT": direct,
+            "WRITE_LSE": write_lse and direct,
+            "num_warps": choice["num_warps"],
+            "num_stages": choice["num_stages"],
+            "enable_fp_fusion": True,
+        }
+
+    def reduce_constants(self, multi: bool, write_lse: bool) -> dict[str, Any]:
+        """Constexprs and options of the reduce kernel."""
+        return {
+            "HQ": self.layer.num_heads,
+            "DV": self.layout.value_head_size,
+            "VALUE": self.constants["VALUE"],
+            "RP": self.value.rows,
+            "RP2": triton.next_power_of_2(self.value.rows),
+            "CHUNK": _REDUCE_CHUNK,
+            "MAX_SPLITS": _MAX_SPLITS,
+            "MULTI": multi,
+            "SINKS": self.layer.sinks,
+            "WRITE_LSE": write_lse,
+            "num_warps": 1,
+            "num_stages": 1,
+            "enable_fp_fusion": True,
+        }
+
+    def splits(self, batch: int, max_context: int, max_query_len: int, compute_units: int) -> int:
+        """Number of splits for a shape: enough programs to fill the device, no split shorter than min_tokens."""
+        columns = self.columns(max_query_len)
+        choice = self.tuned(columns)
+        per_tile = max(1, columns // self.layer.gqa_ratio) if max_query_len > 1 else 1
+        visible = max_context
+        if self.layer.window is not None:  # the widest range of tokens that one column tile can see
+            visible = min(visible, self.layer.window + min(per_tile, max_query_len) - 1 + GROUP)
+        programs = batch * self.layer.num_kv_heads * -(-max_query_len // per_tile)
+        wanted = -(-choice["programs_per_cu"] * compute_units // programs)
+        longest = -(-visible // max(choice["min_tokens"], choice["tokens"]))
+        return max(1, min(wanted, longest, _MAX_SPLITS))
+
+
+class TritonOps:
+    """LayerOps in Triton for one layer. options: ``splits`` fixes the number of splits, for tests and tuning."""
+
+    def __init__(self, decision: Decision, layout: Layout, *, splits: int | None = None) -> None:
+        if splits is not None and not 1 <= splits <= _MAX_SPLITS:
+            raise SpecError("splits", splits, f"1 to {_MAX_SPLITS}")
+        self.layer = decision.layer
+        self.layout = layout
+        self.decision = decision
+        self.fixed_splits = splits
+        self.plan = DecodePlan(decision, layout)
+        self._plans = {True: self.plan}
+        self._launches: dict[tuple[Any, ...], Launch] = {}
+        self._matrix: dict[tuple[torch.device, bool], torch.Tensor] = {}
+        self._window = self.layer.window or 0
+        self._soft_cap = self.layer.soft_cap or 0.0
+        self._store = Store(layout)
+
+    # ---- store ------------------------------------------------------------------------------------------
+
+    def store(
+        self,
+        key: torch.Tensor,  # [T, Hk, D]
+        value: torch.Tensor,  # [T, Hk, Dv]
+        cache: torch.Tensor,  # [nb, bs, Hk, slot_stride] uint8
+        slot_mapping: torch.Tensor,  # [T] int32/int64
+        nonfinite: torch.Tensor | None = None,  # [2] int32
+    ) -> None:
+        """Quantise and write the tokens whose slot is not negative; one launch."""
+        self._store(key, value, cache, slot_mapping, nonfinite)
+
+    # ---- decode -----------------------------------------------------------------------------------------
+
+    def decode(
+        self,
+        query: torch.Tensor,  # [N, Hq, D] fp16/bf16
+        cache: torch.Tensor,  # [nb, bs, Hk, slot_stride] uint8
+        block_table: torch.Tensor,  # [B, M] int32
+        seq_lens: torch.Tensor,  # [B] int32
+        query_start_loc: torch.Tensor | None,  # [B + 1] int32
+        max_query_len: int,
+        scale: float,
+        sinks: torch.Tensor | None,  # [Hq] fp32
+        out: torch.Tensor,  # [N, Hq, Dv]
+        lse: torch.Tensor | None,  # [N, Hq] fp32
+        workspace: Workspace | None = None,
+    ) -> None:
+        """Attention of every query token to its own sequence; see BoundLayer.decode. Two or three launches."""
+        aligned = not cache.data_ptr() & 15
+        key = (
+            query.shape[0], block_table.shape, max_query_len, query_start_loc is None, lse is None,
+            aligned, query.device,
+        )  # fmt: skip
+        launch = self._launches.get(key)
+        if launch is None:
+            launch = self._launches[key] = self._make_launch(*key)
+        if not launch.decode_grid[2]:
+            return
+        plan = self._plans[aligned]
+        rows = launch.prepare["rows"]
+        queries, query_scales, part, part_lse = (workspace or default_workspace(query.device)).take(
+            rows, plan.key.columns, launch.splits if launch.reduce is not None else 0, plan.value.rows
+        )
+        matrix = self._matrix[query.device, aligned]
+        starts = seq_lens if query_start_loc is None else query_start_loc
+        some_sinks = query_scales if sinks is None else sinks
+        some_lse = query_scales if lse is None else lse
+        lse_strides = (0, 0) if lse is None else lse.stride()
+        out_strides = out.stride()
+        query_strides = query.stride()
+        prepare_kernel[launch.prepare_grid](
+            query, matrix, queries, query_scales, rows, query_strides[0], query_strides[1],
+            **launch.prepare["constants"],
+        )  # fmt: skip
+        direct = launch.reduce is None
+        decode_kernel[launch.decode_grid](
+            queries, query_scales, cache, block_table, seq_lens, starts, some_sinks,
+            out if direct else part,
+            some_lse if direct else part_lse,
+            block_table.stride(0), out_strides[0], out_strides[1], lse_strides[0], lse_strides[1],
+            scale * plan.factor, self._soft_cap, self._window, launch.splits, launch.decode["min_tiles"],
+            **launch.decode["constants"],
+        )  # fmt: skip
+        if launch.reduce is not None:
+            reduce_kernel[(rows, 1, 1)](
+                part, part_lse, starts, some_sinks, out, some_lse, launch.splits, launch.decode_grid[2],
+                out_strides[0], out_strides[1], lse_strides[0], lse_strides[1],
+                **launch.reduce,
+            )  # fmt: skip
+
+    def _make_launch(
+        self,
+        tokens: int,
+        table_shape: tuple[int, int],
+        max_query_len: int,
+        single: bool,
+        no_lse: bool,
+        aligned: bool,
+        device: torch.device,
+    ) -> Launch:
+        """Everything about one shape of call; the values are kept."""
+        plan = self._plans.get(aligned)
+        if plan is None:
+            plan = self._plans[aligned] = DecodePlan(self.decision, self.layout, cache_alignment=2)
+        if (device, aligned) not in self._matrix:
+            self._matrix[device, aligned] = torch.from_numpy(plan.matrix).to(device=device, dtype=torch.float16)
+        batch, blocks = table_shape
+        if single:
+            max_query_len = 1
+        columns = plan.columns(max_query_len)
+        per_tile = 1 if single else columns // self.layer.gqa_ratio
+        splits = self.fixed_splits or plan.splits(
+            max(batch, 1), blocks * self.layout.block_size, max_query_len, _compute_units(device)
+        )
+        direct = splits == 1
+        choice = plan.tuned(columns)
+        return Launch(
+            prepare_grid=(-(-tokens * self.layer.num_heads // _ROWS_PER_PREPARE), 1, 1),
+            decode_grid=(
+                self.layer.num_kv_heads * -(-max_query_len // per_tile),
+                splits,
+                batch if tokens else 0,
+            ),
+            splits=splits,
+            prepare={"rows": tokens * self.layer.num_heads, "constants": plan.prepare_constants()},
+            decode={
+                "min_tiles": -(-choice["min_tokens"] // choice["tokens"]) if not self.fixed_splits else 1,
+                "constants": plan.decode_constants(columns, not single, direct, not no_lse),
+            },
+            reduce=None if direct else plan.reduce_constants(not single, not no_lse),
+        )
+
+
+@cache
+def _compute_units(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+class SoaOps(TritonOps):
+    """LayerOps over the SoA layout."""
+
+
+class AosOps(TritonOps):
+    """LayerOps over the AoS layout."""

@@ -1,0 +1,59 @@
+"""Queries made ready for the decode kernel: rotated, dims permuted, normalised to fp16. One small launch.
+
+Tile: R query rows (a row is one head of one token). A program owns them from load to store: y = A q, where the matrix
+A [KP, D] of -1, 0 and 1 (tile.query_matrix) holds the rotation, without its 1/sqrt(D), and the order of the dims. The
+products are exact and the sums fp32. Each row is then divided by a power of two so that its largest number lies in
+[2^11, 2^12), and the power is written beside it: fp16 keeps 11 bits of every coordinate that matters, whatever the
+size of the query, and the decode kernel multiplies scores by the power.
+
+Instructions: rows * KP * D multiply-adds on the matrix unit; A is read once per program, from the second-level cache.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["prepare_kernel"]
+
+_TOP = tl.constexpr(11)  # log2 of where the largest number of a row begins
+_LEAST_EXPONENT = tl.constexpr(27)  # biased: rows below 2^-100 are scaled as if they were 2^-100
+
+
+@triton.jit(
+    do_not_specialize=("rows", "token_stride", "head_stride"),
+    do_not_specialize_on_alignment=("query_ptr", "matrix_ptr", "out_ptr", "scale_ptr"),
+)
+def prepare_kernel(
+    query_ptr,  # [N, Hq, D] fp16/bf16
+    matrix_ptr,  # [KP, D] fp16
+    out_ptr,  # [N * Hq, KP] fp16, written
+    scale_ptr,  # [N * Hq] fp32, written
+    rows,  # N * Hq
+    token_stride,
+    head_stride,
+    HQ: tl.constexpr,
+    D: tl.constexpr,
+    KP: tl.constexpr,
+    KP2: tl.constexpr,  # KP rounded up to a power of two
+    R: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    inside = row < rows
+    start = (row // HQ) * token_stride + (row % HQ) * head_stride
+    column = tl.arange(0, KP2)
+    y = tl.zeros((R, KP2), tl.float32)
+    for first in tl.static_range(0, D, CHUNK):
+        d = first + tl.arange(0, CHUNK)
+        q = tl.load(query_ptr + start[:, None] + d[None, :], inside[:, None] & (d < D)[None, :], 0.0)
+        a = tl.load(matrix_ptr + column[None, :] * D + d[:, None], (column < KP)[None, :] & (d < D)[:, None], 0.0)
+        y = tl.dot(q, a.to(q.dtype), y)
+    largest = tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)  # positive floats compare like their bits
+    biased = tl.maximum(largest >> 23, _LEAST_EXPONENT)
+    down = ((-biased + (254 + _TOP)) << 23).to(tl.float32, bitcast=True)  # 2^(11 - e)
+    up = ((biased - _TOP) << 23).to(tl.float32, bitcast=True)  # its inverse
+    y = y * down[:, None]
+    at = out_ptr + row[:, None] * KP + column[None, :]
+    tl.store(at, y.to(tl.float16), inside[:, None] & (column < KP)[None, :])
+    tl.store(scale_ptr + row, up, inside)

@@ -1,0 +1,91 @@
+"""Partial results of the splits of a sequence joined to one. One program per query row (one head of one token).
+
+A program owns its row of the output; it reads S fp32 vectors of RP numbers, of which splits that saw no key are
+skipped (their weight is 0 and their bytes, never written, are not read), puts the rows of the accumulator back in the
+order of the dims, adds the sink to the denominator and writes once. Bytes: S * (RP + 1) * 4 read per row.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["reduce_kernel"]
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit(
+    do_not_specialize=(
+        "splits", "batch", "out_token_stride", "out_head_stride", "lse_token_stride", "lse_head_stride",
+    ),
+    do_not_specialize_on_alignment=("query_start_ptr", "sinks_ptr", "out_ptr", "lse_ptr"),
+)  # fmt: skip
+def reduce_kernel(
+    part_ptr,  # [N * Hq, S, RP] fp32
+    part_lse_ptr,  # [N * Hq, S] fp32, base 2
+    query_start_ptr,  # [B + 1] int32; not read unless MULTI
+    sinks_ptr,  # [Hq] fp32; not read unless SINKS
+    out_ptr,  # [N, Hq, Dv], written
+    lse_ptr,  # [N, Hq] fp32, natural logarithm, written if WRITE_LSE
+    splits,
+    batch,
+    out_token_stride,
+    out_head_stride,
+    lse_token_stride,
+    lse_head_stride,
+    HQ: tl.constexpr,
+    DV: tl.constexpr,
+    VALUE: tl.constexpr,  # (bits, lanes, unit, units, vec, ...), see tile.py
+    RP: tl.constexpr,
+    RP2: tl.constexpr,  # RP rounded up to a power of two
+    CHUNK: tl.constexpr,  # splits read at once
+    MAX_SPLITS: tl.constexpr,  # a power of two
+    MULTI: tl.constexpr,
+    SINKS: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    token = row // HQ
+    head = row % HQ
+    if MULTI:  # rows past the last sequence are padding
+        if token >= tl.load(query_start_ptr + batch):
+            return
+    s = tl.arange(0, MAX_SPLITS)
+    part = tl.load(part_lse_ptr + row * splits + s, s < splits, float("-inf"))
+    largest = tl.max(part, axis=0)
+    seen = largest > float("-inf")
+    largest = tl.where(seen, largest, 0.0)
+    if SINKS:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * _LOG2E
+        largest = tl.where(seen, tl.maximum(largest, sink), 0.0)
+    total = tl.sum(tl.exp2(part - largest), axis=0)
+    if SINKS:
+        total += tl.exp2(sink - largest)
+
+    r = tl.arange(0, RP2)
+    c = tl.arange(0, CHUNK)
+    acc = tl.zeros((RP2,), tl.float32)
+    for first in range(0, splits, CHUNK):
+        chunk = first + c
+        lse = tl.load(part_lse_ptr + row * splits + chunk, chunk < splits, float("-inf"))
+        weight = tl.exp2(lse - largest)
+        at = part_ptr + (row * splits + chunk)[:, None] * RP + r[None, :]
+        x = tl.load(at, (lse > float("-inf"))[:, None] & (r < RP)[None, :], 0.0)
+        acc += tl.sum(x * weight[:, None], axis=0)
+    acc = tl.where(seen, acc / total, 0.0)
+
+    SPAN: tl.constexpr = VALUE[1] * VALUE[2]
+    unit = r // SPAN
+    lane = r % VALUE[1]
+    code = (r % SPAN) // VALUE[1]
+    if VALUE[4] > 0:
+        dim = (((unit // VALUE[4]) * VALUE[1] + lane) * VALUE[4] + unit % VALUE[4]) * VALUE[2] + code
+    else:
+        dim = (lane * VALUE[3] + unit) * VALUE[2] + code
+    at = token * out_token_stride + head * out_head_stride + dim
+    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), (r < RP) & (dim < DV))
+    if WRITE_LSE:
+        lse = tl.where(seen, (largest + tl.log2(total)) * _LN2, float("-inf"))
+        tl.store(lse_ptr + token * lse_token_stride + head * lse_head_stride, lse)

@@ -1,0 +1,170 @@
+"""What a decode kernel must know about one layout on one target, as plain integers worked out on the host.
+
+The kernels hold a tile of tokens in registers exactly as the matrix instruction wants it. Each lane owns some
+codes of a row ("units" of eight 3-bit or 4-bit codes, or four FP8 bytes), and the dims are numbered in the order in
+which the units come out of the decoder, not in memory order. :class:`KeyTile` and :class:`ValueTile` say which lane
+owns which bytes and, for every column of the matrix product, which dim it is.
+
+Two ways to read a row:
+
+* ``vector``: rows are aligned to 4 bytes and a unit fills whole words. A row is cut into chunks of
+  ``lanes * vec`` words; in each chunk a lane reads ``vec`` words, one vector load.
+* ``run``: anything else (3-bit codes, rows at 2-byte addresses). A lane reads the aligned words that cover its own
+  contiguous run of bytes and shifts them into place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+from ...codebook import centroids, rotation
+from ...layouts import Layout
+from ...spec import NormMeaning
+from .device import FP8_SCALE, pair_order
+
+import numpy as np
+
+__all__ = ["GROUP", "KeyTile", "ValueTile", "alignment", "centroid_table", "query_matrix"]
+
+GROUP = 16
+"""Block sizes are multiples of this, so a group of this many tokens never crosses a block."""
+
+KEY_LANES = 4
+MAX_ALIGNMENT = 16
+WORD = 4
+CODES = 8  # 3-bit or 4-bit codes in a unit
+
+
+def alignment(layout: Layout, field: str, cache_alignment: int = MAX_ALIGNMENT) -> int:
+    """Bytes that every vector of ``field`` is aligned to, at most 16, in a cache aligned to ``cache_alignment``."""
+    place = layout.place(field)
+    return gcd(cache_alignment, layout.block_stride, place.base, place.token_stride, place.head_stride)
+
+
+def _vector_width(words: int, lanes: int, align: int) -> int:
+    """Words per lane and load: the widest that alignment allows and that reads no more padding than single words."""
+
+    def padded(vec: int) -> int:
+        return -(-words // (lanes * vec)) * lanes * vec
+
+    return max(v for v in (1, 2, 4) if v * WORD <= align and padded(v) == padded(1))
+
+
+@dataclass(frozen=True, slots=True)
+class _RowTile:
+    """bits: per code. dim: codes in a row. lanes: lanes that share a row. unit: codes decoded at once.
+
+    units: units per lane. vec: words per vector load, 0 where lanes read runs. align: of the rows, in bytes.
+    """
+
+    bits: int
+    dim: int
+    lanes: int
+    unit: int
+    units: int
+    vec: int
+    align: int
+
+    @classmethod
+    def of(cls, bits: int, dim: int, lanes: int, align: int, vector: bool = True) -> Any:
+        unit = 4 if bits == 8 else CODES
+        if vector and bits in (4, 8) and align >= WORD and dim * bits % 32 == 0:
+            words = dim * bits // 32
+            vec = _vector_width(words, lanes, align)
+            units = -(-words // (lanes * vec)) * vec
+        else:
+            vec = 0
+            units = -(-dim // (lanes * unit))
+        return cls(bits, dim, lanes, unit, units, vec, align)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a row."""
+        return (self.dim * self.bits + 7) // 8
+
+    def code(self, unit: int, lane: int, position: int) -> int:
+        """Number in memory of a code; at least ``dim`` if there is none."""
+        if self.vec:
+            chunk, i = divmod(unit, self.vec)
+            return ((chunk * self.lanes + lane) * self.vec + i) * self.unit + position
+        return (lane * self.units + unit) * self.unit + position
+
+
+@dataclass(frozen=True, slots=True)
+class KeyTile(_RowTile):
+    """Columns of the product over keys: unit by unit, in each unit ``lanes * unit`` of them."""
+
+    @property
+    def columns(self) -> int:
+        """Columns of the permuted query, padding included."""
+        return self.units * self.lanes * self.unit
+
+    def dims(self, target: str, width: int) -> list[int]:
+        """Dim of every column, -1 for padding. width: consecutive columns in a lane (the operand's k width)."""
+        order = pair_order(target, self.unit)
+        span = self.lanes * self.unit
+        found = []
+        for unit in range(self.units):
+            for column in range(span):
+                outer, rest = divmod(column, self.lanes * width)
+                lane, inner = divmod(rest, width)
+                code = self.code(unit, lane, order[outer * width + inner])
+                found.append(code if code < self.dim else -1)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class ValueTile(_RowTile):
+    """Rows of the product over values: unit by unit, in each unit ``unit * lanes`` of them, lanes fastest."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of the accumulator, padding included."""
+        return self.units * self.lanes * self.unit
+
+    def dims(self) -> list[int]:
+        """Dim of every row; at least ``dim`` for padding."""
+        span = self.lanes * self.unit
+        return [
+            self.code(u, r % self.lanes, r // self.lanes) for u in range(self.units) for r in range(span)
+        ]
+
+
+def centroid_table(head_size: int, bits: int) -> tuple[tuple[int, int, int, int], float]:
+    """(byte planes of eight fp16 centroids, factor that the numbers in it must be multiplied by).
+
+    4 bits: the positive half; 3 bits: all eight. Scaled by a power of two to lie in [1/4, 4).
+    """
+    exponent = int(np.floor(np.log2(np.abs(centroids(head_size, bits)).max()))) - 1
+    c = (centroids(head_size, bits) * np.float32(2.0**-exponent)).astype(np.float16)
+    words = (c[8:] if bits == 4 else c).view(np.uint16).astype(np.int64)
+
+    def plane(values: Any) -> list[int]:
+        packed = [sum(int(v) << (8 * i) for i, v in enumerate(values[k : k + 4])) for k in (0, 4)]
+        return [p - (1 << 32) if p >> 31 else p for p in packed]
+
+    high, low = plane(words >> 8), plane(words & 255)
+    return (high[0], high[1], low[0], low[1]), 2.0**exponent
+
+
+def query_matrix(layout: Layout, tile: KeyTile, target: str, width: int) -> tuple[Any, float]:
+    """(matrix [columns, D] of -1, 0 and 1, factor): permuted query = matrix @ query, times the factor in the score.
+
+    The factor holds everything that is the same for all scores: 1/sqrt(D) of the rotation, and the scale of the
+    key numbers.
+    """
+    dims = tile.dims(target, width)
+    if layout.preset.fp8_keys:
+        full, factor = np.eye(layout.head_size), FP8_SCALE
+    else:
+        full = np.sign(rotation(layout.head_size))
+        factor = centroid_table(layout.head_size, layout.preset.key_bits)[1] / layout.head_size**0.5
+    rows = [full[d] if d >= 0 else np.zeros(layout.head_size) for d in dims]
+    return np.stack(rows), factor
+
+
+def corrects_norm(layout: Layout) -> bool:
+    """True if the reader must renormalise the centroid vector."""
+    return layout.preset.norm_correction and layout.norm_meaning is NormMeaning.RAW
