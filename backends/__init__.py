@@ -20,7 +20,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..eligibility import Refusal, Request, Requirement, refusals
-from ..spec import SpecError
+from ..spec import LayerSpec, SpecError
 
 if TYPE_CHECKING:
     import torch
@@ -104,6 +104,19 @@ class Backend:
     def refusals(self, request: Request) -> tuple[Refusal, ...]:
         """Every reason why this backend cannot serve ``request``; empty if it can."""
         return refusals(self.requires, request)
+
+    def workspace_bytes(self, layer: LayerSpec, rows: int, compute_units: int | None) -> int:
+        """Upper bound of the bytes of partial results that decode keeps for up to ``rows`` query rows.
+
+        A partial result is an fp32 output row and its two softmax terms. Kernels split sequences until about
+        16 programs per compute unit are busy, and never into more than ``max_splits`` parts.
+        """
+        programs = 16 * (compute_units or 256)
+        worst = 0
+        for batch in {min(1 << k, rows) for k in range(rows.bit_length() + 1)}:
+            splits = min(self.max_splits, -(-programs // (batch * layer.num_kv_heads)))
+            worst = max(worst, batch * splits)
+        return worst * layer.num_heads * (layer.value_size + 2) * 4
 
     def tolerance(self, dtype: str) -> float:
         """``rel_tol`` of a query dtype."""

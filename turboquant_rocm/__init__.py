@@ -24,6 +24,10 @@ _PUBLIC = {
     "IneligibleError": "dispatch",
     "Policy": "dispatch",
     "decide": "dispatch",
+    "Plan": "planning",
+    "plan": "planning",
+    "load_model": "modelspec",
+    "get_target": "target",
     "CacheTag": "layouts",
     "LAYOUT_VERSION": "layouts",
     "Layout": "layouts",
@@ -40,9 +44,12 @@ if TYPE_CHECKING:
     from .dispatch import Decision, IneligibleError, Policy, decide
     from .eligibility import Code, Refusal
     from .layouts import LAYOUT_VERSION, CacheTag, Layout, TagError, make_layout
+    from .modelspec import load_model
     from .ops import BoundLayer, PagedCache, bind
+    from .planning import Plan, plan
     from .presets import get_preset, preset_names
     from .spec import AttentionKind, Dtype, LayerSpec, ModelSpec, Preset, SpecError, Target
+    from .target import get_target
 
 
 def __getattr__(name: str) -> Any:

@@ -58,7 +58,8 @@ class Policy:
     force: only this backend. deny: never these. require: one of these, or an error (None: any). allow_fallback:
     False refuses anything but the first backend in priority order that is built for the target. layout: only
     backends that read this layout. planned: reckon with backends whose kernels are not in this version, for
-    reports about what is to come; what is decided so cannot be bound.
+    reports about what is to come; what is decided so cannot be bound. variables: (field, environment variable) for
+    what :meth:`from_environment` took from there.
     """
 
     force: str | None = None
@@ -67,6 +68,7 @@ class Policy:
     layout: str | None = None
     require: frozenset[str] | None = None
     planned: bool = False
+    variables: tuple[tuple[str, str], ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         for name in ("deny", "require"):
@@ -83,7 +85,7 @@ class Policy:
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any], source: str = "policy") -> Policy:
         """A policy from plain values (YAML, JSON); SpecError names unknown fields."""
-        known = {f.name for f in fields(cls)} - {"planned"}
+        known = {f.name for f in fields(cls)} - {"planned", "variables"}
         unknown = set(data) - known - {"description"}
         if unknown:
             raise SpecError(source, sorted(unknown), f"only the fields {', '.join(sorted(known))}")
@@ -105,9 +107,12 @@ class Policy:
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Policy:
         """The policy that the ``TURBOQUANT_ROCM_*`` variables ask for; without any, the default one."""
         environ = os.environ if environ is None else environ
-        policy = (
-            cls.named(environ["TURBOQUANT_ROCM_POLICY"]) if environ.get("TURBOQUANT_ROCM_POLICY") else cls()
-        )
+        policy = cls()
+        variables: list[tuple[str, str]] = []
+        if name := environ.get("TURBOQUANT_ROCM_POLICY"):
+            policy = cls.named(name)
+            changed = (f.name for f in fields(cls) if getattr(policy, f.name) != getattr(cls(), f.name))
+            variables += [(field_name, "TURBOQUANT_ROCM_POLICY") for field_name in changed]
         changes: dict[str, Any] = {}
         if force := environ.get("TURBOQUANT_ROCM_FORCE"):
             changes["force"] = force
@@ -117,7 +122,9 @@ class Policy:
             changes["require"] = _names(require)
         if environ.get("TURBOQUANT_ROCM_NO_FALLBACK", "0") not in ("", "0"):
             changes["allow_fallback"] = False
-        return replace(policy, **changes)
+        names = {"allow_fallback": "NO_FALLBACK"}
+        variables += [(name, f"TURBOQUANT_ROCM_{names.get(name, name.upper())}") for name in changes]
+        return replace(policy, **changes, variables=tuple(variables))
 
 
 class IneligibleError(SpecError):
@@ -187,7 +194,7 @@ def all_refusals(request: Request, policy: Policy) -> dict[str, tuple[Refusal, .
     for backend in candidates:
         why = [*backend.refusals(request), *_policy_refusals(backend, policy, first)]
         if not (backend.ready or policy.planned):
-            why.append(Refusal(Code.KERNELS, "planned", "a version of this package that has its kernels"))
+            why.append(Refusal(Code.KERNELS, "planned", "kernels in this version"))
         found[backend.name] = tuple(why)
     return found
 

@@ -8,8 +8,6 @@ instruction or a library is missing). What went wrong is kept as the text of the
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import importlib.util
 import re
 import subprocess
 import sys
@@ -64,6 +62,8 @@ def satisfies(version: str, wants: str) -> bool:
 
 def owners(import_name: str) -> dict[str, str]:
     """Installed distributions that own ``import import_name``, with their versions. More than one is trouble."""
+    import importlib.metadata  # slow to import, and rarely asked for
+
     found = {}
     for name in OWNERS.get(import_name, (import_name,)):
         try:
@@ -123,6 +123,8 @@ def probe(name: str, version: str = "", isolated: bool = False) -> str | None:
     isolated: import in a subprocess. The answer is kept for the life of the process; ``probe.cache_clear()``
     forgets it.
     """
+    import importlib.util
+
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError, AttributeError) as error:
