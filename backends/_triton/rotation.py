@@ -67,7 +67,9 @@ def rotation_table(head_size: int, inverse: bool = False) -> RotationTable:
     if inverse:
         small = small.T
     signs = tuple(sum(1 << i for i in range(m) if small[i, j] < 0) for j in range(m))
-    return RotationTable(m, 1 << (m - 1).bit_length(), p, p.bit_length() - 1, signs, 1.0 / math.sqrt(head_size))
+    return RotationTable(
+        m, 1 << (m - 1).bit_length(), p, p.bit_length() - 1, signs, 1.0 / math.sqrt(head_size)
+    )
 
 
 @triton.jit
@@ -142,7 +144,9 @@ def _rotate_rows_kernel(
         x = _load_rows(x_ptr, row, row_mask, x_outer, x_inner, HEADS, 0, P)
         y = sylvester(x, R, P, LOG_P) * ROT_SCALE
         column = tl.arange(0, P)
-        tl.store(out_ptr + out_offset[:, None] + column[None, :], y.to(out_ptr.dtype.element_ty), row_mask[:, None])
+        tl.store(
+            out_ptr + out_offset[:, None] + column[None, :], y.to(out_ptr.dtype.element_ty), row_mask[:, None]
+        )
     else:
         mixed = tl.zeros((R, M2, P), tl.float32)
         for j in tl.static_range(M):

@@ -30,11 +30,11 @@ import triton
 import triton.language as tl
 
 from ...codebook import centroids, midpoints
-from ...layouts import Layout
+from ...layouts import FIELD_NAMES, Layout
 from ...spec import NormMeaning
 from .rotation import add_run, rotation_table, sylvester
 
-__all__ = ["Store", "granule", "store_constexprs"]
+__all__ = ["Store", "field_constants", "fp8_e4m3fn_bytes", "granule", "row_bytes", "store_constexprs"]
 
 _FP16_MAX = tl.constexpr(65504.0)
 _FP8_MAX = tl.constexpr(448.0)
@@ -66,7 +66,7 @@ def _row_sum(
 
 
 @triton.jit
-def _row_bytes(
+def row_bytes(
     cache_ptr,
     slot,  # [R] int64
     head,  # [R]
@@ -197,7 +197,9 @@ def fp8_e4m3fn_bytes(
     bits = x.to(tl.int32, bitcast=True)
     magnitude = tl.minimum(tl.abs(x), _FP8_MAX)
     m = magnitude.to(tl.int32, bitcast=True)
-    rounded = (m + 0x7FFFF + ((m >> 20) & 1)) >> 20  # exponent and the three bits that stay; may carry upwards
+    rounded = (
+        m + 0x7FFFF + ((m >> 20) & 1)
+    ) >> 20  # exponent and the three bits that stay; may carry upwards
     small = (magnitude + _FP8_SUBNORMAL_MAGIC).to(tl.int32, bitcast=True) & 15  # multiples of 2^-9
     code = tl.where(m >= _FP8_MIN_NORMAL_BITS, rounded - _FP8_REBIAS, small)
     return tl.where(code == 0, 0, code | ((bits >> 24) & 0x80))
@@ -310,7 +312,7 @@ def _store_keys(
     bad = largest >= _INF_BITS
     if COUNT:
         _count(nonfinite_ptr, bad & kept)
-    data_at = _row_bytes(
+    data_at = row_bytes(
         cache_ptr, slot, head, BLOCK_SIZE, BLOCK_STRIDE, KEY_DATA[0], KEY_DATA[1], KEY_DATA[2]
     )
     if KEY_BITS == 8:
@@ -340,7 +342,7 @@ def _store_keys(
         norm = norm * tl.where(largest > _BIG_BITS, _GROW, 1.0)
         if FOLD:
             norm = tl.div_rn(norm, tl.sqrt_rn(_row_sum(square, R, D2, LOG_D2) + _CENTROID_EPS))
-        norm_at = _row_bytes(
+        norm_at = row_bytes(
             cache_ptr, slot, head, BLOCK_SIZE, BLOCK_STRIDE, KEY_NORM[0], KEY_NORM[1], KEY_NORM[2]
         )
         _store_half(norm_at, tl.minimum(norm, _FP16_MAX), kept, KEY_NORM[4])
@@ -385,15 +387,15 @@ def _store_values(
     codes = tl.minimum(index, LEVELS + 0.0).to(tl.int32)  # never below 0: x >= low
     if DV2 != DV:
         codes = tl.where((tl.arange(0, DV2) < DV)[None, :], codes, 0)
-    data_at = _row_bytes(
+    data_at = row_bytes(
         cache_ptr, slot, head, BLOCK_SIZE, BLOCK_STRIDE, VALUE_DATA[0], VALUE_DATA[1], VALUE_DATA[2]
     )
     _store_codes(data_at, codes, kept, VALUE_BITS, VALUE_DATA[3], VALUE_DATA[4], R, DV2)
-    scale_at = _row_bytes(
+    scale_at = row_bytes(
         cache_ptr, slot, head, BLOCK_SIZE, BLOCK_STRIDE, VALUE_SCALE[0], VALUE_SCALE[1], VALUE_SCALE[2]
     )
     _store_half(scale_at, tl.minimum(scale, _FP16_MAX), kept, VALUE_SCALE[4])
-    zero_at = _row_bytes(
+    zero_at = row_bytes(
         cache_ptr, slot, head, BLOCK_SIZE, BLOCK_STRIDE, VALUE_ZERO[0], VALUE_ZERO[1], VALUE_ZERO[2]
     )
     _store_half(zero_at, low + 0.0, kept, VALUE_ZERO[4])  # one zero: -0 and 0 have no order
@@ -503,9 +505,7 @@ def _store_kernel(
 def granule(layout: Layout, field: str) -> int:
     """Widest access in bytes (4, 2 or 1) that every vector of ``field`` is aligned to and a multiple of."""
     place = layout.place(field)
-    size = gcd(
-        4, layout.block_stride, place.base, place.token_stride, place.head_stride, place.nbytes
-    )
+    size = gcd(4, layout.block_stride, place.base, place.token_stride, place.head_stride, place.nbytes)
     return size
 
 
@@ -515,7 +515,18 @@ def _field(layout: Layout, name: str) -> tuple[int, int, int, int, int]:
         return (0, 0, 0, 0, 1)
     place = layout.place(name)
     wide = granule(layout, name)
-    return (place.base, place.token_stride, place.head_stride, place.nbytes, wide // 2 if place.nbytes == 2 else wide)
+    return (
+        place.base,
+        place.token_stride,
+        place.head_stride,
+        place.nbytes,
+        wide // 2 if place.nbytes == 2 else wide,
+    )
+
+
+def field_constants(layout: Layout) -> dict[str, tuple[int, int, int, int, int]]:
+    """KEY_DATA, KEY_NORM, VALUE_DATA, VALUE_SCALE and VALUE_ZERO: (base, token stride, head stride, bytes, granule)."""
+    return {name.upper(): _field(layout, name) for name in FIELD_NAMES}
 
 
 @cache
@@ -536,8 +547,7 @@ def store_constexprs(layout: Layout) -> dict[str, Any]:
         "BLOCK_SIZE": layout.block_size,
         "BLOCK_STRIDE": layout.block_stride,
     }
-    for name in ("key_data", "key_norm", "value_data", "value_scale", "value_zero"):
-        constants[name.upper()] = _field(layout, name)
+    constants.update(field_constants(layout))
     if preset.fp8_keys:
         constants.update(M=1, M2=1, P=1, LOG_P=0, SIGNS=(0,), ROT_SCALE=1.0, MIDS=(0,), SQUARES=(0.0,))
     else:
