@@ -225,13 +225,15 @@ def main() -> int:
     pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
     if os.environ.get("CI") or not sys.stdout.isatty():
         pip.append("-q")
+    # setuptools warns of every editable install that a folder named like the package may shadow it: that is the plan.
+    quiet = {**os.environ, "PYTHONWARNINGS": "ignore:Editable installation"}
     for step in plan.steps:
         name = step.unless_importable
         if name and (there := probe(str(python.absolute()), name).get(name, {}).get("version")):
             say(f"{name} {there} is there already")
             continue
         say(f"installing {step.why}")
-        done = subprocess.run([*pip, *step.args], check=False)
+        done = subprocess.run([*pip, *step.args], env=quiet, check=False)
         if done.returncode and (args.strict or not step.optional):
             raise SystemExit(f"bootstrap: pip install {' '.join(step.args)} failed; its message is above")
         if done.returncode:
