@@ -38,7 +38,8 @@ class Case:
     """One case. kind: store, decode, dequantize or time. golden: a file of tests/golden instead of made inputs.
 
     seq_lens, query_lens: per sequence (query_lens empty: one query token each). layer: more fields of LayerSpec.
-    long: only in the long list. device: only where there is a device (times mean something there).
+    splits: fixed number of partial results, for backends that split (0: their own choice). long: only in the long
+    list. device: only where there is a device (times mean something there).
     """
 
     kind: str
@@ -52,6 +53,7 @@ class Case:
     seq_lens: tuple[int, ...] = PLAIN_LENS
     query_lens: tuple[int, ...] = ()
     layer: tuple[tuple[str, Any], ...] = ()
+    splits: int = 0
     label: str = "made"
     golden: bool = False
     long: bool = False
@@ -225,6 +227,8 @@ _FEATURES: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("gqa6", {"gqa_ratio": 6}),
     ("gqa16", {"gqa_ratio": 16, "num_kv_heads": 1}),
     ("queries", {"query_lens": (1, 4, 0, 5)}),
+    ("splits", {"splits": 3}),
+    ("splits-sinks", {"splits": 3, "layer": (("sinks", True), ("window", 70)), "query_lens": (1, 2, 0, 3)}),
 )
 
 

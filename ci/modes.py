@@ -7,6 +7,7 @@ GPU of this machine. The cases do not know which one runs them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from ci.legs import Leg
 from turboquant_rocm import BoundLayer, LayerSpec, Policy, Target, bind, decide
+from turboquant_rocm.backends import get_backend
 from turboquant_rocm.target import detect, devices, get_target
 
 __all__ = [
@@ -39,15 +41,19 @@ class Mode:
 
     def __init__(self, leg: Leg) -> None:
         self.leg = leg
+        self.kernels: list[str] = []  # names of those that the last running() launched, in modes that see it
         self.target = self._find_target()
 
     def _find_target(self) -> Target:
         return get_target(self.leg.target)
 
-    def bind(self, layer: LayerSpec, preset: str, block_size: int, layout: str, backend: str) -> BoundLayer:
+    def bind(
+        self, layer: LayerSpec, preset: str, block_size: int, layout: str, backend: str, splits: int = 0
+    ) -> BoundLayer:
         """A bound layer of ``backend``; IneligibleError with every reason if it cannot serve the layer."""
         decision = decide(layer, self.target, preset, block_size, Policy(force=backend, layout=layout))
-        return bind(decision)
+        fixed = {"splits": splits} if splits and get_backend(backend).max_splits else {}
+        return bind(decision, **fixed)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -88,17 +94,21 @@ class SimulateMode(Mode):
         super().__init__(leg)
         self._counted: Mapping[str, int] = {}
 
-    def bind(self, layer: LayerSpec, preset: str, block_size: int, layout: str, backend: str) -> BoundLayer:
-        with self.running():  # a backend may ask Triton for its target
-            return super().bind(layer, preset, block_size, layout, backend)
-
     @contextmanager
     def running(self) -> Iterator[None]:
-        from ci.sim_driver import simulated
+        from ci.cdna_sim.launcher import simulated_launches
 
-        with simulated(self.leg.target) as run:
+        with simulated_launches(self.leg.target) as launches:
             yield
-            self._counted = run.counters()
+        total: Counter[str] = Counter(launches=len(launches))
+        for launch in launches:
+            for name, count in launch.counters.as_dict().items():
+                if isinstance(count, dict):
+                    total.update({f"{name}.{kind}": number for kind, number in count.items()})
+                else:
+                    total[name] += count
+        self._counted = dict(sorted(total.items()))
+        self.kernels = [launch.name for launch in launches]
 
     def counters(self) -> Mapping[str, int]:
         return self._counted

@@ -99,7 +99,7 @@ class Runner:
         record: Record = {"id": case.id, "kind": case.kind, "backend": backend, "status": "ok"}
         start = time.perf_counter()
         try:
-            bound = self.mode.bind(case.spec, case.preset, case.block_size, case.layout, backend)
+            bound = self.mode.bind(case.spec, case.preset, case.block_size, case.layout, backend, case.splits)
         except IneligibleError as error:
             record.update(status="refused", why=", ".join(map(str, error.refused[backend])))
             return record
@@ -137,6 +137,8 @@ class Runner:
             self.mode.synchronize()
         if counters := dict(self.mode.counters()):
             record["counters"] = counters
+        if self.mode.kernels:
+            record["route"]["kernels"] = list(self.mode.kernels)
         seconds = []
         for _ in range(self.repeats):
             self.mode.synchronize()

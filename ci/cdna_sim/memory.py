@@ -13,6 +13,7 @@ unpublished: the barrier does not order it.
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ U8, U32, U64 = np.uint8, np.uint32, np.uint64
 BASE = 0x7A00_0000_0000
 SLOT_BITS = 33
 CENTER = 1 << 32
-SHARED_BASE = 0x1_0000_0000_0000 * 0 + (0x2000 << 48)
+SHARED_BASE = 0x2000 << 48
 PRIVATE_BASE = 0x1000 << 48
 
 
@@ -35,7 +36,8 @@ class Buffer:
 
     def __init__(self, name: str, va: int, start: int, size: int, readonly: bool) -> None:
         self.name, self.va, self.start, self.size, self.readonly = name, va, start, size, readonly
-        self.host: list[tuple[Array, int]] = []
+        self.host: tuple[int, int] | None = None
+        self.owners: list[Array] = []
         self.undefined = False
 
 
@@ -77,15 +79,13 @@ class GlobalMemory:
                 hi = max(hi, spans[j][0][1])
                 j += 1
             members = [arrays[k] for _, k in spans[i:j]]
-            root = members[0][1]
-            while isinstance(root.base, np.ndarray):
-                root = root.base
-            b = self.add_bytes("/".join(n for n, _ in members), _host_bytes(members, lo, hi), False,
-                               (lo - host_range(root)[0]) % 256)  # fmt: skip
+            # Alignment below 64 bytes is that of the host, which is what Triton specialises on.
+            b = self.add_bytes("/".join(n for n, _ in members), host_bytes(lo, hi), False, lo % 64)
+            b.host = (lo, hi) if all(a.flags.writeable for _, a in members) else None
+            b.owners = [a for _, a in members]
             b.undefined = any(n in undefined for n, _ in members)
             for (alo, _ahi), k in spans[i:j]:
                 vas[k] = b.va + alo - lo
-                b.host.append((arrays[k][1], alo - lo))
             i = j
         return vas
 
@@ -110,8 +110,8 @@ class GlobalMemory:
     def write_back(self) -> None:
         """Copy the bytes of every host array back into it."""
         for b in self.buffers:
-            for a, off in b.host:
-                _store_host(a, self.arena[b.start + off :])
+            if b.host is not None:
+                host_bytes(*b.host)[:] = self.arena[b.start : b.start + b.size]
 
     def locate(self, addr: Array, mask: Array | None, nbytes: int, where: str, store: bool) -> Array:
         """Arena offsets of `nbytes`-wide accesses; inactive lanes get offset 0."""
@@ -193,34 +193,9 @@ class GlobalMemory:
             self.a32[idx + k] = x if mask is None else np.broadcast_to(x, mask.shape)[mask]
 
 
-def _host_bytes(members: list[tuple[str, Array]], lo: int, hi: int) -> Array:
-    """The bytes lo..hi of host memory: what the arrays cover, zero in gaps of strided views."""
-    out = np.zeros(hi - lo, U8)
-    for _, a in members:
-        start = host_range(a)[0] - lo
-        if a.flags.c_contiguous:
-            out[start : start + a.nbytes] = a.reshape(-1).view(U8)
-        else:
-            out[start + _byte_index(a)] = np.ascontiguousarray(a).reshape(-1).view(U8)
-    return out
-
-
-def _byte_index(a: Array) -> Array:
-    idx = np.zeros(a.shape, np.int64)
-    for d, (n, s) in enumerate(zip(a.shape, a.strides, strict=True)):
-        if s < 0:
-            raise SimError("arrays with negative strides cannot be kernel arguments")
-        idx += (np.arange(n) * s).reshape([-1 if k == d else 1 for k in range(a.ndim)])
-    return (idx.reshape(-1)[:, None] + np.arange(a.itemsize)).reshape(-1)
-
-
-def _store_host(a: Array, raw: Array) -> None:
-    if not a.flags.writeable or a.size == 0:
-        return
-    if a.flags.c_contiguous:
-        a.reshape(-1).view(U8)[:] = raw[: a.nbytes]
-    else:
-        a[...] = raw[_byte_index(a)].view(a.dtype).reshape(a.shape)
+def host_bytes(lo: int, hi: int) -> Array:
+    """The process's own memory from lo to hi, writable: what a pointer to an array's extent reaches, gaps included."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * (hi - lo)).from_address(lo))
 
 
 class Lds:

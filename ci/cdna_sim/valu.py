@@ -41,15 +41,16 @@ class Op:
     data: tuple[int, ...] = ()
     fp: bool = False
     accumulate: bool = False  # the destination is the last source too
+    shift: tuple[int, bool] | None = None  # "add" with a shift: its operand, and whether it comes before the addition
 
 
 OPS: dict[str, Op] = {}
 
 
 def _op(names: str, dst: str, src: str, fn: Callable[..., Any], spread: str = "any", data: tuple[int, ...] = (),
-        fp: bool | None = None, acc: bool = False) -> None:  # fmt: skip
+        fp: bool | None = None, acc: bool = False, shift: tuple[int, bool] | None = None) -> None:  # fmt: skip
     for n in names.split():
-        OPS[n] = Op(fn, dst, src, spread, data, (dst in "fhD" and src[:1] in "fhD") if fp is None else fp, acc)
+        OPS[n] = Op(fn, dst, src, spread, data, (dst in "fhD" and src[:1] in "fhD") if fp is None else fp, acc, shift)
 
 
 # -- 32-bit integer and bit operations ---------------------------------------------------------------------------
@@ -67,8 +68,8 @@ _op("v_lshlrev_b32", "u", "uu", lambda a, b: b << (a & U32(31)), "bits", (1,))
 _op("v_lshrrev_b32", "u", "uu", lambda a, b: b >> (a & U32(31)), "bits", (1,))
 _op("v_ashrrev_i32", "i", "ui", lambda a, b: b >> (a & U32(31)).view(I32), "bits", (1,))
 _op("v_lshl_or_b32", "u", "uuu", lambda a, b, c: (a << (b & U32(31))) | c, "bits", (0, 2))
-_op("v_lshl_add_u32", "u", "uuu", lambda a, b, c: (a << (b & U32(31))) + c, "add")
-_op("v_add_lshl_u32", "u", "uuu", lambda a, b, c: (a + b) << (c & U32(31)), "add")
+_op("v_lshl_add_u32", "u", "uuu", lambda a, b, c: (a << (b & U32(31))) + c, "add", shift=(1, True))
+_op("v_add_lshl_u32", "u", "uuu", lambda a, b, c: (a + b) << (c & U32(31)), "add", shift=(2, False))
 _op("v_add3_u32", "u", "uuu", lambda a, b, c: a + b + c, "add")
 _op("v_xad_u32", "u", "uuu", lambda a, b, c: (a ^ b) + c, "add")
 _op("v_add_u32", "u", "uu", lambda a, b: a + b, "add")
@@ -213,7 +214,7 @@ _op("v_ashr_pk_u8_i32", "w", "iiu", lambda a, b, c: _ashr_pk(a, b, c, 0, 255))
 
 # -- 64-bit integers ---------------------------------------------------------------------------------------------
 
-_op("v_lshl_add_u64", "Q", "QuQ", lambda a, b, c: (a << (b & U32(7)).astype(U64)) + c, "add")
+_op("v_lshl_add_u64", "Q", "QuQ", lambda a, b, c: (a << (b & U32(7)).astype(U64)) + c, "add", shift=(1, True))
 _op("v_lshlrev_b64", "Q", "uQ", lambda a, b: b << (a & U32(63)).astype(U64), "bits", (1,))
 _op("v_lshrrev_b64", "Q", "uQ", lambda a, b: b >> (a & U32(63)).astype(U64), "bits", (1,))
 _op("v_ashrrev_i64", "L", "uL", lambda a, b: b >> (a & U32(63)).astype(I64), "bits", (1,))
@@ -636,8 +637,17 @@ def result_shadow(op: Op, srcs: list[Src], g: WaveGroup, types: str) -> list[Any
         for k, sh in enumerate(shs):
             j = _join(sh, TYPES[types[k]][1]).astype(ones.dtype)
             u = j | u
-        if op.fn is OPS["v_lshl_add_u32"].fn or op.fn is OPS["v_add_lshl_u32"].fn or op.fn is OPS["v_lshl_add_u64"].fn:
-            u = np.where(u != 0, ones, u)
+        if op.shift is not None:
+            k, before = op.shift  # the shift amount's operand; whether source 0 alone is shifted (then added)
+            amount = (np.asarray(srcs[k].get(g)) & U32(dbits - 1)).astype(ones.dtype)
+            if before:
+                parts = [_join(sh, TYPES[types[j]][1]).astype(ones.dtype) for j, sh in enumerate(shs)]
+                u = (parts[0] << amount) | parts[2]
+            else:
+                a, b = (_join(shs[j], 32) for j in (0, 1))
+                u = a | b
+                u = (u | (U32(0) - u)) << amount
+            u = np.where(any_lanes([shs[k]]), ones, u)
         out = u | (ones.dtype.type(0) - u)
     elif op.spread == "half":
         lo, hi = any_lanes([shs[0]]), any_lanes([shs[1]])
@@ -869,9 +879,7 @@ def build_op(ctx: Ctx, ins: Instr, op: Op) -> Step:
         g.check_pending(ids, where)
         sh = None
         if not g.dirty.isdisjoint(src_ids):
-            sh = result_shadow(Op(fn, op.dst, types, op.spread, op.data), srcs, g, types)
-            if op.spread == "add" and op.fn is not fn:
-                sh = None if sh is None else sh
+            sh = result_shadow(Op(fn, op.dst, types, op.spread, op.data, shift=op.shift), srcs, g, types)
         r = value(g)
         dst.write(g, r, mask)
         dst.shade(g, sh, mask)
@@ -1185,6 +1193,11 @@ def build_carry(ctx: Ctx, ins: Instr) -> Step:
                 u = np.asarray(srcs[0].shadow(g)[0], U32) | np.asarray(srcs[1].shadow(g)[0], U32)
                 lane = np.broadcast_to(u | (U32(0) - u), g.mask.shape)
             sh = [lane] * dst.regs
+            if wide:  # the product is all or nothing; the addition spreads upwards
+                w = _join(srcs[2].shadow(g), 64)
+                w = np.where(any_lanes([srcs[0].shadow(g), srcs[1].shadow(g)]), ~U64(0), w | (U64(0) - w))
+                w = np.broadcast_to(w, g.mask.shape)
+                sh = [w.astype(U32), (w >> U64(32)).astype(U32)]
         dst.write(g, r, mask)
         if sh is not None:
             dst.shade(g, sh, mask)
