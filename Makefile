@@ -61,6 +61,7 @@ install: $(RUN) ## the environment of `make demo`
 dev: $(DEV) ## the environment of `make test`
 
 clean: ## remove the environment and all caches
+	@test ! -e $(VENV) || test -e $(VENV)/bootstrap.json || { echo "$(VENV) was not made here"; exit 1; }
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 

@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -156,7 +157,7 @@ def say(text: str) -> None:
 
 def make_venv(venv: Path, system_site: bool) -> Path:
     """A fresh virtual environment; returns its interpreter."""
-    options = ["--clear", *(["--system-site-packages"] if system_site else [])]
+    options = ["--system-site-packages"] if system_site else []
     python = venv / "bin" / "python"
     made = subprocess.run([sys.executable, "-m", "venv", *options, str(venv)], capture_output=True, text=True)
     if made.returncode:  # Debian without python3-venv has no ensurepip; pip can serve another interpreter
@@ -219,7 +220,12 @@ def main() -> int:
     python = args.venv / "bin" / "python"
     made = {"base": sys.executable, "version": platform.python_version(), "system_site": plan.system_site}
     if not (python.exists() and mark.exists() and json.loads(mark.read_text()) == made):
+        if args.venv.exists() and not mark.exists():
+            raise SystemExit(f"bootstrap: {args.venv} exists and was not made here: remove it, or set VENV=...")
         say(f"making {args.venv}")
+        shutil.rmtree(args.venv, ignore_errors=True)
+        args.venv.mkdir(parents=True)
+        mark.write_text(json.dumps({**made, "version": "incomplete"}))
         make_venv(args.venv, plan.system_site)
         mark.write_text(json.dumps(made) + "\n")
     pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]

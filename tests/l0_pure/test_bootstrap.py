@@ -94,3 +94,20 @@ def test_dry_run_changes_nothing(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     assert "would run: pip install" in done.stdout
     assert not (tmp_path / "v").exists()
+
+
+@pytest.mark.parametrize("what", ["bootstrap", "clean"])
+def test_an_environment_made_elsewhere_is_left_alone(tmp_path: Path, what: str):
+    """VENV=/somewhere/shared must never be emptied."""
+    keep = tmp_path / "venv" / "bin" / "python"
+    keep.parent.mkdir(parents=True)
+    keep.write_text("somebody's")
+    venv = str(tmp_path / "venv")
+    command = {
+        "bootstrap": [sys.executable, str(ROOT / "ci" / "bootstrap.py"), "--venv", venv],
+        "clean": ["make", "-C", str(ROOT), "clean", f"VENV={venv}"],
+    }[what]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "not made here" in done.stdout + done.stderr
+    assert keep.read_text() == "somebody's"
