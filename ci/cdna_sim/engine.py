@@ -283,7 +283,7 @@ class Program:
         del lds
 
         def step(g: WaveGroup) -> None:
-            if g.vm or g.lgkm:
+            if g.vm or g.lgkm or g.stalled:
                 for payload, mask in g.wait(vm, lgkm):
                     self._release(g, payload, mask)
 

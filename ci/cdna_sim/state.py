@@ -81,6 +81,7 @@ class WaveGroup:
         self.pend: dict[int, list[Outstanding]] = {}
         self.vm: list[Outstanding] = []
         self.lgkm: list[Outstanding] = []
+        self.stalled: list[Any] = []  # LDS ranges of operations that finished without a wait
         self.lds_base = np.zeros(n, np.int64)
         self.wg = np.zeros(n, np.int64)  # workgroup slot in the batch
         self.wave_in_wg = np.zeros(n, np.uint8)
@@ -137,10 +138,17 @@ class WaveGroup:
         for r in op.regs:
             self.pend.setdefault(r, []).append(op)
             self.dirty.add(r)
+        # The counters hold 6 and 4 bits; a wave stalls rather than issue an operation that they cannot count, so the
+        # oldest is done by then.
+        if len(self.vm) > 63:
+            self.vm = self._retire(self.vm, 63, self.stalled, ordered=True)
+        if len(self.lgkm) > 15:
+            self.lgkm = self._retire(self.lgkm, 15, self.stalled, ordered=False)
 
     def wait(self, vm: int, lgkm: int) -> list[Any]:
         """Retire what `s_waitcnt` with these counts covers; returns the LDS ranges that became visible."""
-        released: list[Any] = []
+        released: list[Any] = self.stalled
+        self.stalled = []
         if self.vm and vm < 63:
             self.vm = self._retire(self.vm, vm, released, ordered=True)
         if self.lgkm and lgkm < 15:
@@ -297,6 +305,7 @@ class WaveGroup:
         g.lds_base, g.wg, g.wave_in_wg = self.lds_base[idx], self.wg[idx], self.wave_in_wg[idx]
         g.set_mode(self.mode)
         g.pc = self.pc
+        g.stalled = list(self.stalled)
         g.refresh_exec()
         return g
 
@@ -325,6 +334,7 @@ class WaveGroup:
         for name in ("SCC", "SCCU", "lds_base", "wg", "wave_in_wg"):
             setattr(g, name, np.concatenate([getattr(x, name) for x in groups])[order])
         g.vm, g.lgkm, g.pend = [], [], {}
+        g.stalled = [s for x in groups for s in x.stalled]
         start = 0
         inverse = np.empty(g.n, int)
         inverse[order] = np.arange(g.n)
