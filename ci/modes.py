@@ -124,9 +124,9 @@ class DeviceMode(Mode):
 
     def _find_target(self) -> Target:
         target = detect()
-        wants = f"a {self.leg.vendor} GPU" + (
-            f" of {' or '.join(self.leg.arches)}" if self.leg.arches else ""
-        )
+        wants = {"nvidia": "an NVIDIA GPU", "amd": "an AMD GPU"}[self.leg.vendor]
+        if self.leg.arches:
+            wants += f", {' or '.join(self.leg.arches)}"
         if target.vendor != self.leg.vendor or (self.leg.arches and target.arch not in self.leg.arches):
             raise WrongMachineError(f"this machine has {target.arch} (the leg {self.leg.name} wants {wants})")
         return target

@@ -172,7 +172,7 @@ def test_the_report_goes_to_standard_output(good: list[Path], capsys: pytest.Cap
             "store/golden/4bit_nc-D64-bf16-soa-bs16",
             "cache bytes differ from cpu-reference's",
         ),
-        (wrong_pad, "store", "store/hostile/4bit_nc-D64-bf16-soa-bs16", "in value_zero; 1 of"),
+        (wrong_pad, "store", "store/golden/4bit_nc-D64-bf16-soa-bs16", "in value_zero; 1 of"),
         (
             not_counted,
             "store",
