@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..eligibility import AtMost, Code, OneOf, Package, Without
+from ..eligibility import AtMost, Code, MultipleOf, OneOf, Package, Without
 from ..spec import AttentionKind, Dtype
 from . import Backend, register
 
@@ -35,7 +35,8 @@ BACKEND = register(
             OneOf(Code.HEAD_SIZE, HEAD_SIZES),
             OneOf(Code.VALUE_HEAD_SIZE, HEAD_SIZES),
             AtMost(Code.GQA_RATIO, limit=128),
-            AtMost(Code.BLOCK_SIZE, limit=1 << 16),
+            MultipleOf(Code.BLOCK_SIZE, base=16),
+            AtMost(Code.BLOCK_SIZE, limit=1 << 16, low=16),
             OneOf(Code.DTYPE, (Dtype.BF16, Dtype.FP16)),
             Without(Code.POSITION_BIAS),
         ),

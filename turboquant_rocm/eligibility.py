@@ -364,8 +364,12 @@ class HasRotation(Requirement):
 class When(Requirement):
     """``then`` applies only to requests that pass ``condition``. Its code is that of ``then``."""
 
+    code: Code = field(init=False)
     condition: Requirement
     then: Requirement
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "code", self.then.code)
 
     def check(self, request: Request) -> Refusal | None:
         if self.condition.check(request) is not None:

@@ -214,8 +214,8 @@ def _anonymous(layer: LayerSpec) -> LayerSpec:
 def _group_key(entry: LayerPlan) -> Any:
     reasons = tuple((name, tuple(why)) for name, why in entry.reasons.items())
     prefill = entry.prefill.route if entry.prefill else None
-    if entry.role in (Role.NATIVE, Role.STATE):
-        return (entry.role, entry.reason, entry.block_bytes, prefill)
+    if entry.role is Role.STATE:
+        return (entry.role, entry.reason)
     decision = entry.decision
     chosen = (decision.backend, decision.layout) if decision else None
     return (_anonymous(entry.layer), entry.role, entry.reason, chosen, reasons, prefill)
