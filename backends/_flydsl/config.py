@@ -1,0 +1,85 @@
+"""What a specialisation of the kernels is: plain integers, hashable, no flydsl here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...layouts import Layout
+
+__all__ = ["COLUMNS", "DIM", "TILE", "DecodeConfig"]
+
+DIM = 128  # head size of keys and values
+TILE = 32  # tokens per step of a wave
+COLUMNS = 16  # (query token, head of the group) pairs that one wave serves
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """One specialisation of the decode kernel.
+
+    arch: gfx942 or gfx950. gqa: query heads per KV head. num_kv_heads, block_size, block_stride and the places come
+    from the layout. multi: more than one query token per sequence may come. window, soft_cap: the layer's own.
+    waves: waves per workgroup.
+    """
+
+    arch: str
+    gqa: int
+    num_kv_heads: int
+    block_size: int
+    block_stride: int
+    content_bytes: int
+    key_base: int
+    value_base: int
+    token_stride: int
+    head_stride: int
+    norm_base: int
+    scale_base: int
+    zero_base: int
+    meta_head_stride: int
+    multi: bool = False
+    window: int | None = None
+    soft_cap: float | None = None
+    waves: int = 4
+
+    @classmethod
+    def of(
+        cls,
+        arch: str,
+        layout: Layout,
+        gqa: int,
+        *,
+        multi: bool = False,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        waves: int = 4,
+    ) -> DecodeConfig:
+        """The specialisation for caches of ``layout``."""
+        n = layout.integers()
+        assert n["KEY_DATA_TOKEN_STRIDE"] == n["VALUE_DATA_TOKEN_STRIDE"]
+        assert n["KEY_DATA_HEAD_STRIDE"] == n["VALUE_DATA_HEAD_STRIDE"]
+        assert n["KEY_NORM_TOKEN_STRIDE"] == 2, "the meta region is fp16, token after token"
+        return cls(
+            arch=arch,
+            gqa=gqa,
+            num_kv_heads=layout.num_kv_heads,
+            block_size=layout.block_size,
+            block_stride=layout.block_stride,
+            content_bytes=layout.content_bytes,
+            key_base=n["KEY_DATA_BASE"],
+            value_base=n["VALUE_DATA_BASE"],
+            token_stride=n["KEY_DATA_TOKEN_STRIDE"],
+            head_stride=n["KEY_DATA_HEAD_STRIDE"],
+            norm_base=n["KEY_NORM_BASE"],
+            scale_base=n["VALUE_SCALE_BASE"],
+            zero_base=n["VALUE_ZERO_BASE"],
+            meta_head_stride=n["KEY_NORM_HEAD_STRIDE"],
+            multi=multi,
+            window=window,
+            soft_cap=soft_cap,
+            waves=waves,
+        )
+
+    @property
+    def tokens_per_group(self) -> int:
+        """Query tokens whose heads share the columns of one wave."""
+        return max(1, COLUMNS // self.gqa) if self.multi else 1

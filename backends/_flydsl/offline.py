@@ -1,0 +1,139 @@
+"""Compile a kernel for a GPU that is not here: for tests, the simulator and instruction budgets.
+
+FlyDSL ends the process on some failures, and keeps its target for the life of a process, so each compilation runs in a
+process of its own. Where no ``ld.lld`` of a ROCm installation is found, Triton's linker stands in for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .config import DecodeConfig
+
+__all__ = ["CompileError", "Compiled", "compile_offline"]
+
+TIMEOUT = 300.0
+
+_LINKER = """#!{python}
+import sys
+from triton._C import libtriton
+args = sys.argv[1:]
+out = args[args.index("-o") + 1]
+objects = [a for a in args if a != out and (a.endswith(".o") or a.startswith("/"))]
+libtriton.amd.link_hsaco(objects[0], out)
+"""
+
+
+class CompileError(RuntimeError):
+    """A compilation failed or ended its process. The text is the end of what it printed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A code object, its assembly text, and its kernel's name and resources."""
+
+    name: str
+    hsaco: bytes
+    assembly: str
+
+    def resource(self, field: str) -> int:
+        """A number of the kernel's metadata: vgpr_count, agpr_count, sgpr_count, vgpr_spill_count ..."""
+        found = re.search(rf"\.{re.escape(field)}:\s+(\d+)", self.assembly)
+        if found is None:
+            raise KeyError(field)
+        return int(found.group(1))
+
+    @property
+    def waves_per_simd(self) -> int:
+        """Waves per SIMD that the registers allow."""
+        found = re.search(r"\.amdhsa_next_free_vgpr (\d+)", self.assembly)
+        assert found is not None
+        registers = max(int(found.group(1)), self.resource("vgpr_count"), 1)
+        return min(8, 512 // (-(-registers // 8) * 8))
+
+
+def _toolchain(folder: Path) -> str:
+    """A ROCm root with a linker: the machine's own, or one made in ``folder``."""
+    own = os.environ.get("ROCM_PATH", "/opt/rocm")
+    if Path(own, "llvm", "bin", "ld.lld").exists():
+        return own
+    linker = folder / "llvm" / "bin" / "ld.lld"
+    linker.parent.mkdir(parents=True)
+    linker.write_text(_LINKER.format(python=sys.executable))
+    linker.chmod(0o755)
+    return str(folder)
+
+
+def compile_offline(kind: str, config: Any, arch: str) -> Compiled:
+    """The machine code of kernel ``kind`` (decode, prepare, reduce) for ``arch``; CompileError with the reason."""
+    with tempfile.TemporaryDirectory(prefix="flydsl") as name:
+        folder = Path(name)
+        request = {"kind": kind, "config": dataclasses.asdict(config)}
+        env = {
+            **os.environ,
+            "FLYDSL_GPU_ARCH": arch,
+            "FLYDSL_RUNTIME_ENABLE_CACHE": "0",
+            "FLYDSL_DEBUG_DUMP_ASM": "1",
+            "FLYDSL_DUMP_DIR": str(folder / "dump"),
+            "COMPILE_ONLY": "1",
+            "ROCM_PATH": _toolchain(folder / "rocm"),
+        }
+        try:
+            run = subprocess.run(
+                [sys.executable, "-m", __spec__.name, json.dumps(request), str(folder / "out.hsaco")],
+                env=env,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise CompileError(f"{kind} for {arch}: no end within {TIMEOUT:.0f} s") from error
+        listings = sorted(folder.glob("dump/**/*final_isa*.s"))
+        if run.returncode != 0 or not listings:
+            tail = "\n".join((run.stdout + run.stderr).strip().splitlines()[-15:])
+            raise CompileError(f"{kind} for {arch}: exit status {run.returncode}\n{tail}")
+        assembly = listings[-1].read_text()
+        found = re.search(r"\.amdhsa_kernel (\S+)", assembly)
+        assert found is not None
+        return Compiled(found.group(1), (folder / "out.hsaco").read_bytes(), assembly)
+
+
+def _code_object(text: str) -> bytes:
+    """The ELF in the ``gpu.binary`` operation of a printed module."""
+    start = text.index('bin = "') + len('bin = "')
+    out = bytearray()
+    i = start
+    while text[i] != '"':
+        if text[i] == "\\":
+            if text[i + 1] in '\\"':
+                out.append(ord(text[i + 1]))
+                i += 2
+            else:
+                out.append(int(text[i + 1 : i + 3], 16))
+                i += 3
+        else:
+            out += text[i].encode()
+            i += 1
+    return bytes(out)
+
+
+def _main() -> None:
+    request, target = json.loads(sys.argv[1]), Path(sys.argv[2])
+    from .compile import build
+
+    config = DecodeConfig(**request["config"])
+    target.write_bytes(_code_object(build(request["kind"], config, artifact=True)))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,196 @@
+"""Run the FlyDSL kernels' machine code in the simulator, from torch tensors to torch tensors."""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from turboquant_rocm.backends._flydsl.config import DecodeConfig
+from turboquant_rocm.backends._flydsl.offline import Compiled, compile_offline
+from turboquant_rocm.backends._flydsl.tables import QUERY_LIMIT, key_tables
+from turboquant_rocm.backends._torch.reference import ReferenceOps, rotate
+from turboquant_rocm.dispatch import Decision
+from turboquant_rocm.layouts import Layout, make_layout
+from turboquant_rocm.layouts.views import allocate
+from turboquant_rocm.presets import get_preset
+from turboquant_rocm.spec import LayerSpec, Target
+
+DIM = 128
+LOG2E = math.log2(math.e)
+
+
+@cache
+def compiled(kind: str, config: DecodeConfig, arch: str) -> Compiled:
+    """One compilation per kernel, specialisation and test session."""
+    return compile_offline(kind, config, arch)
+
+
+@dataclass
+class Case:
+    """A filled cache with everything that a decode call takes."""
+
+    layer: LayerSpec
+    layout: Layout
+    cache: torch.Tensor
+    table: torch.Tensor
+    lens: torch.Tensor
+    query: torch.Tensor
+    starts: torch.Tensor | None = None
+    max_query_len: int = 1
+
+    @property
+    def oracle(self) -> ReferenceOps:
+        """The reference in float64 over this layout."""
+        preset = get_preset("turboquant_4bit_nc")
+        decision = Decision(
+            self.layer, Target("cpu", "cpu"), preset, self.layout.block_size, "torch_reference", "soa"
+        )
+        return ReferenceOps(decision, self.layout, math_dtype=torch.float64)
+
+    def expected(self, scale: float | None = None, sinks: torch.Tensor | None = None) -> tuple[Any, Any]:
+        """Output and lse of the oracle, float64."""
+        out = torch.zeros((*self.query.shape[:2], DIM), dtype=torch.float64)
+        lse = torch.full(self.query.shape[:2], -math.inf, dtype=torch.float64)
+        self.oracle.decode(
+            self.query, self.cache, self.table, self.lens, self.starts, self.max_query_len,
+            scale or self.layer.softmax_scale, sinks, out, lse,
+        )  # fmt: skip
+        return out, lse
+
+
+def make_case(
+    lens: list[int],
+    *,
+    hk: int = 1,
+    gqa: int = 8,
+    block_size: int = 16,
+    query_lens: list[int] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+    garbage: bool = True,
+    block_stride: int | None = None,
+    spare_blocks: int = 3,
+    **layer_options: Any,
+) -> Case:
+    """Random keys and values (with per-channel offsets, as real ones have) stored by the reference.
+
+    Blocks are shuffled, table entries past a sequence's end are invalid, and bytes that nobody stores are 0xFF
+    (NaN as fp16) if ``garbage``.
+    """
+    g = torch.Generator().manual_seed(seed)
+    layer = LayerSpec(0, hk * gqa, hk, DIM, **layer_options)
+    layout = make_layout("soa", "turboquant_4bit_nc", DIM, hk, block_size, block_stride=block_stride)
+    per_seq = [-(-n // block_size) for n in lens]
+    blocks = sum(per_seq) + spare_blocks
+    order = torch.randperm(blocks, generator=g)
+    width = max([*per_seq, 1]) + 1
+    table = torch.full((len(lens), width), -1, dtype=torch.int32)
+    table[1::2] = 2**31 - 1
+    cache = allocate(layout, blocks, "cpu", 0xFF if garbage else 0)
+    at, slots = 0, []
+    for i, n in enumerate(lens):
+        mine = order[at : at + per_seq[i]]
+        table[i, : per_seq[i]] = mine.to(torch.int32)
+        token = torch.arange(n)
+        slots.append(mine[token // block_size] * block_size + token % block_size)
+        at += per_seq[i]
+    slot = torch.cat(slots)
+    shape = (len(slot), hk, DIM)
+    key = key_scale * (torch.randn(shape, generator=g) + 2.0 * torch.randn((1, hk, DIM), generator=g))
+    value = value_scale * (torch.randn(shape, generator=g) + torch.randn((1, hk, DIM), generator=g))
+    query_lens = query_lens or [1] * len(lens)
+    query = torch.randn((sum(query_lens), hk * gqa, DIM), generator=g).to(dtype)
+    starts = None
+    if query_lens != [1] * len(lens):
+        starts = torch.tensor([0, *np.cumsum(query_lens)], dtype=torch.int32)
+    case = Case(
+        layer, layout, cache, table, torch.tensor(lens, dtype=torch.int32), query, starts, max(query_lens)
+    )
+    case.oracle.store(key.to(dtype), value.to(dtype), cache, slot)
+    return case
+
+
+def prepared_query(query: torch.Tensor, factor: float) -> tuple[np.ndarray, np.ndarray]:
+    """What the preparation kernel writes: int8 [N, Hq, 2, 128] and (scale, centre) fp32 [N, Hq, 2], in numpy."""
+    tables = key_tables()
+    q = rotate(query.to(torch.float32)).numpy().astype(np.float64)
+    largest = np.abs(q).max(-1, keepdims=True)
+    step = np.where(largest > 0, largest / QUERY_LIMIT, 1.0)
+    t = np.rint(q / step).astype(np.int64)
+    high = (t + 64) >> 7
+    low = t - 128 * high
+    out = np.empty((*q.shape[:2], 2, DIM), np.int8)
+    for part, x in enumerate((high, low)):  # in each 8 dims: the even ones, then the odd ones
+        out[:, :, part] = x.reshape(*q.shape[:2], 16, 4, 2).swapaxes(-1, -2).reshape(*q.shape[:2], DIM)
+    scale = step[..., 0] * tables.beta / math.sqrt(DIM) * factor
+    centre = -7.5 * t.sum(-1) * scale
+    return out, np.stack([scale, centre], -1).astype(np.float32)
+
+
+def simulate_decode(
+    case: Case, arch: str, splits: int, *, check: Any = "all", scale: float | None = None, waves: int = 4
+) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """Partial outputs merged in numpy: (out, lse in natural logarithm, counters)."""
+    from ci.cdna_sim import Simulator
+
+    layer = case.layer
+    config = DecodeConfig.of(
+        arch, case.layout, layer.gqa_ratio, multi=case.starts is not None, window=layer.window,
+        soft_cap=layer.soft_cap, waves=waves,
+    )  # fmt: skip
+    code = compiled("decode", config, arch)
+    factor = (scale or layer.softmax_scale) * LOG2E
+    if layer.soft_cap is not None:
+        factor *= 2.0 / layer.soft_cap
+    q8, meta = prepared_query(case.query, factor)
+    n, hq = case.query.shape[:2]
+    batch = len(case.lens)
+    groups = -(-case.max_query_len // config.tokens_per_group)
+    out = np.full((n, hq, splits, DIM), np.nan, np.float32)
+    sums = np.full((n, hq, splits), np.nan, np.float32)
+    cache = np.lib.stride_tricks.as_strided(
+        case.cache.numpy(), (case.cache.shape[0] * case.layout.block_stride,), (1,)
+    )
+    starts = np.zeros(batch + 1, np.int32) if case.starts is None else case.starts.numpy()
+    arrays = [
+        ("query", q8), ("meta", meta), ("cache", cache), ("table", case.table.numpy()),
+        ("lens", case.lens.numpy()), ("starts", starts), ("out", out), ("sums", sums),
+    ]  # fmt: skip
+
+    def arguments(at: dict[int, int]) -> bytes:
+        return struct.pack("<8Q5i", *(at[i] for i in range(8)), case.table.shape[1], splits, batch, n, groups)
+
+    simulator = Simulator(code.hsaco, check=check)
+    result = simulator.launch(
+        (splits, case.layout.num_kv_heads, batch * groups), (64 * waves,), arguments, arrays
+    )
+    merged, lse = merge(out, sums)
+    return merged, lse, result
+
+
+def merge(out: np.ndarray, sums: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """Splits merged by their log2 sums. out [..., S, D], sums [..., S]."""
+    s = sums.astype(np.float64)
+    top = s.max(-1, keepdims=True)
+    with np.errstate(invalid="ignore"):
+        weight = np.where(np.isneginf(s), 0.0, np.exp2(s - np.where(np.isneginf(top), 0.0, top)))
+    total = weight.sum(-1, keepdims=True)
+    used = np.where(weight[..., None] > 0, out.astype(np.float64), 0.0)
+    merged = (used * weight[..., None]).sum(-2) / np.where(total > 0, total, 1.0)
+    with np.errstate(divide="ignore"):
+        lse = (top[..., 0] + np.log2(total[..., 0])) / LOG2E
+    return torch.from_numpy(merged), torch.from_numpy(np.where(total[..., 0] > 0, lse, -np.inf))
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative L2 error over everything."""
+    norm = float(want.norm())
+    return float((got.to(torch.float64) - want).norm()) / norm if norm else float(got.norm())
