@@ -120,7 +120,10 @@ def _pytest(leg: Leg, python: str, jobs: int, long: bool, folder: Path) -> tuple
         f"--junitxml={junit}",
         *leg.tests,
     ]
-    command += [f"--require-backend={name}" for name in leg.backends]
+    if leg.require_in_tests:
+        command += [f"--require-backend={name}" for name in leg.backends]
+    if leg.deselect:
+        command += ["-k", f"not {leg.deselect}"]
     if long:
         command.append("--run-slow")
     if jobs > 1 and leg.mode != "device" and importlib.util.find_spec("xdist"):

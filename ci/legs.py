@@ -43,8 +43,9 @@ class Leg:
     title: for people. mode: one of MODES. target: arch that kernels are chosen for ("local": of the GPU that is
     there). backends: what the leg exists to test; "all" means that every case whose layout the backend reads must
     run on it, a number that at least so many cases must (for backends with a narrow profile, whose refusals are
-    then recorded). tests: paths given to pytest, which is told to require the backends. may_skip: the only skips
-    that are no failures. vendor, arches: what the device must be. environment: set before anything is imported.
+    then recorded). tests: paths given to pytest. deselect: tests with this in their name are another leg's.
+    require_in_tests: pytest is told to require the backends too (for tests with the `backend` fixture). may_skip: the
+    only skips that are no failures. vendor, arches: what the device must be. environment: set before anything is imported.
     runner: GitHub runner labels; "self-hosted" among them makes it a hardware leg.
     """
 
@@ -56,6 +57,8 @@ class Leg:
     runner: tuple[str, ...]
     timeout_minutes: int
     backends: Mapping[str, str | int] = field(default_factory=dict)
+    deselect: str = ""
+    require_in_tests: bool = False
     may_skip: tuple[MaySkip, ...] = ()
     vendor: str = ""
     arches: tuple[str, ...] = ()
