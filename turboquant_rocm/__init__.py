@@ -36,11 +36,13 @@ _PUBLIC = {
     "BoundLayer": "ops",
     "PagedCache": "ops",
     "bind": "ops",
+    "attend_prefill": "continuation",
 }
 
 __all__ = sorted([*_PUBLIC, "__version__"])
 
 if TYPE_CHECKING:
+    from .continuation import attend_prefill
     from .dispatch import Decision, IneligibleError, Policy, decide
     from .eligibility import Code, Refusal
     from .layouts import LAYOUT_VERSION, CacheTag, Layout, TagError, make_layout
