@@ -87,15 +87,15 @@ def test_the_decision_is_the_first_eligible_backend_and_names_all_reasons_before
     request = Request(layer, target, preset, block)
     everything = all_refusals(request, policy)
     eligible = [name for name, why in everything.items() if not why]
-    try:
-        decision = resolve(request, policy)
-    except IneligibleError as error:
-        assert not eligible
-        assert error.refused == everything
+    if not eligible:
+        with pytest.raises(IneligibleError) as caught:
+            resolve(request, policy)
+        assert caught.value.refused == everything
         for name, why in everything.items():
-            assert name in str(error)
-            assert all(str(refusal) in str(error) for refusal in why)
+            assert name in str(caught.value)
+            assert all(str(refusal) in str(caught.value) for refusal in why)
         return
+    decision = resolve(request, policy)
     assert decision.backend == eligible[0]
     order = list(everything)
     assert list(decision.refused) == order[: order.index(decision.backend)]

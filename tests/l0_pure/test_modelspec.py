@@ -1,0 +1,588 @@
+"""Every way in which configs say what a layer is, and what is refused or admitted as unknown."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from turboquant_rocm import AttentionKind, SpecError, load_model
+from turboquant_rocm.hf_config import HEADS, HIDDEN, LAYERS, model_from_config, model_type_facts
+from turboquant_rocm.modelspec import bundled_models, pad_heads, split
+from turboquant_rocm.presets import load_yaml
+from turboquant_rocm.spec import AttentionKind as K
+from turboquant_rocm.spec import ModelSpec
+
+BASE = {
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
+
+F, S, C, L, X, M, N, E, P = (
+    str(kind)
+    for kind in (K.FULL, K.SLIDING, K.CHUNKED, K.LINEAR, K.CROSS, K.MLA, K.NONE, K.ENCODER, K.SPARSE)
+)
+
+
+def kinds(model: ModelSpec) -> list[str]:
+    return [str(layer.kind) for layer in model.layers]
+
+
+def read(**changes: object) -> ModelSpec:
+    return model_from_config({**BASE, **changes})
+
+
+CONVENTIONS = {
+    "layer_types": (
+        {"layer_types": ["full_attention", "sliding_attention"] * 3, "sliding_window": 64},
+        [F, S] * 3,
+    ),
+    "layer_types-linear": ({"layer_types": ["linear_attention", "conv", "mamba"] * 2}, [L] * 6),
+    "layer_types-chunked": (
+        {"layer_types": ["chunked_attention", "full_attention"] * 3, "attention_chunk_size": 64},
+        [C, F] * 3,
+    ),
+    "layer_types-sparse": (
+        {"layer_types": ["indexed_attention", "compressed_sparse_attention"] * 3},
+        [P] * 6,
+    ),
+    "layer_types-longer": (
+        {"layer_types": ["full_attention"] * 7, "num_nextn_predict_layers": 1},
+        [F] * 6,
+    ),
+    "layers_block_type": ({"layers_block_type": ["mamba", "attention", "moe"] * 2}, [L, F, N] * 2),
+    "block_types": (
+        {"block_types": ["recurrent", "recurrent", "attention"], "attention_window_size": 64},
+        [L, L, S] * 2,
+    ),
+    "attn_type_list": ({"attn_type_list": [0, 0, 1] * 2}, [L, L, F] * 2),
+    "hybrid_layer_pattern": ({"hybrid_layer_pattern": [0, 1, 1] * 2, "sliding_window": 64}, [F, S, S] * 2),
+    "attention_types": (
+        {"model_type": "gpt_neo", "attention_types": [[["global", "local"], 3]], "window_size": 64},
+        [F, S] * 3,
+    ),
+    "hybrid_override_pattern": ({"hybrid_override_pattern": "M-*EM*"}, [L, N, F, N, L, F]),
+    "attn_layer_period": ({"attn_layer_period": 3, "attn_layer_offset": 1}, [L, F, L] * 2),
+    "attn_layer_period-zamba": (
+        {"model_type": "zamba", "attn_layer_period": 2, "attn_layer_offset": 1},
+        [L, L, F, L, F, L],
+    ),
+    "attn_layer_indices": ({"attn_layer_indices": [1, 4]}, [L, F, L, L, F, L]),
+    "full_attn_idxs": ({"full_attn_idxs": [0, 5]}, [F, L, L, L, L, F]),
+    "hybrid_layer_ids": ({"hybrid_layer_ids": [2, 3]}, [L, L, F, F, L, L]),
+    "local_layer_ids": ({"local_layer_ids": [0, 1, 3], "sliding_window": 64}, [S, S, F, S, F, F]),
+    "cross_attention_layers": ({"cross_attention_layers": [1, 3]}, [F, X, F, X, F, F]),
+    "full_attention_interval": ({"full_attention_interval": 3}, [L, L, F] * 2),
+    "layer_group_size": ({"layer_group_size": 2}, [L, F] * 3),
+    "global_attn_every_n_layers": ({"global_attn_every_n_layers": 3, "sliding_window": 64}, [S, S, F] * 2),
+    "global_attn_every_n_layers-modernbert": (
+        {"model_type": "modernbert-decoder", "global_attn_every_n_layers": 3, "local_attention": 128},
+        [F, S, S] * 2,
+    ),
+    "sliding_window_pattern": ({"sliding_window_pattern": 2, "sliding_window": 64}, [S, F] * 3),
+    "sliding_window_pattern-letters": (
+        {"sliding_window_pattern": "LLG", "sliding_window": 64},
+        [S, S, F] * 2,
+    ),
+    "max_window_layers": (
+        {"use_sliding_window": True, "max_window_layers": 4, "sliding_window": 64},
+        [F, F, F, F, S, S],
+    ),
+    "use_sliding_window-false": (
+        {"use_sliding_window": False, "max_window_layers": 0, "sliding_window": 64},
+        [F] * 6,
+    ),
+    "attention_chunk_size": ({"attention_chunk_size": 64, "no_rope_layers": [1, 1, 0] * 2}, [C, C, F] * 2),
+    "no_rope_layer_interval": ({"attention_chunk_size": 64, "no_rope_layer_interval": 2}, [C, F] * 3),
+    "linear_attn_config": (
+        {"linear_attn_config": {"full_attn_layers": [1, 6], "kda_layers": [2, 3, 4, 5]}},
+        [F, L, L, L, L, F],
+    ),
+    "block_configs": (
+        {
+            "num_key_value_heads": None,
+            "block_configs": [{"attention": {"n_heads_in_group": 4}}, {"attention": {"no_op": True}}] * 3,
+        },
+        [F, N] * 3,
+    ),
+    "sliding_window-everywhere": ({"model_type": "mistral", "sliding_window": 64}, [S] * 6),
+    "sliding_window-off": ({"model_type": "mistral", "sliding_window": None}, [F] * 6),
+    "sliding_window-zero": ({"sliding_window": 0}, [F] * 6),
+    "sliding_window-minus-one": ({"sliding_window": -1}, [F] * 6),
+    "kv_lora_rank": ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, [M] * 6),
+    "kv_lora_rank-hybrid": (
+        {"kv_lora_rank": 512, "layer_types": ["linear_attention", "full_attention"] * 3},
+        [L, M] * 3,
+    ),
+    "encoder": ({"model_type": "bert"}, [E] * 6),
+    "encoder-as-decoder": ({"model_type": "bert", "is_decoder": True}, [F] * 6),
+    "is_causal": ({"is_causal": False}, [E] * 6),
+    "no-attention": ({"model_type": "mamba"}, [L] * 6),
+    "mamba-without-heads": ({"model_type": "mamba", "num_attention_heads": None}, [L] * 6),
+    "architecture-pattern": ({"model_type": "gpt_oss", "sliding_window": 128}, [S, F] * 3),
+    "plain": ({}, [F] * 6),
+}
+
+
+@pytest.mark.parametrize("name", CONVENTIONS)
+def test_layer_kinds(name: str):
+    changes, expected = CONVENTIONS[name]
+    model = read(**changes)
+    assert kinds(model) == expected
+    for layer in model.layers:
+        assert (layer.window is not None) == (layer.kind is AttentionKind.SLIDING)
+        assert (layer.chunk is not None) == (layer.kind is AttentionKind.CHUNKED)
+
+
+def test_every_convention_of_the_module_is_tested():
+    tested = {key for changes, _ in CONVENTIONS.values() for key in changes}
+    named = (
+        "layer_types layers_block_type block_types attn_type_list attn_layer_period attn_layer_indices full_attn_idxs"
+        " hybrid_layer_ids local_layer_ids attention_types hybrid_override_pattern full_attention_interval"
+        " global_attn_every_n_layers sliding_window_pattern max_window_layers attention_chunk_size"
+    )
+    assert set(named.split()) <= tested
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_aliases(layers: str, heads: str, hidden: str):
+    model = model_from_config({"model_type": "gpt2", layers: 3, heads: 4, hidden: 256})
+    assert len(model.layers) == 3
+    assert (model.layers[0].num_heads, model.layers[0].num_kv_heads, model.layers[0].head_size) == (4, 4, 64)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda c: {"text_config": c},
+        lambda c: {"model_type": "llava", "text_config": c, "vision_config": {"num_hidden_layers": 99}},
+        lambda c: {"thinker_config": {"text_config": c}},
+        lambda c: {"llm_config": c, "hidden_size": 7},
+        lambda c: {"decoder": c, "encoder": {"num_hidden_layers": 9}, "is_encoder_decoder": True},
+        lambda c: {"language_config": c},
+    ],
+)
+def test_nesting(wrap):
+    model = model_from_config(wrap(BASE))
+    assert len(model.layers) == 6
+    assert model.model_type == "llama"
+    with pytest.raises(SpecError) as caught:
+        model_from_config(wrap({**BASE, "num_attention_heads": "8"}))
+    assert caught.value.field.endswith(".num_attention_heads")
+
+
+def test_heads_and_head_sizes():
+    assert read(head_dim=80).layers[0].head_size == 80
+    assert read(v_head_dim=64).layers[0].value_size == 64
+    assert read(num_key_value_heads=None, model_type="gpt2").layers[0].num_kv_heads == 8
+    assert read(multi_query=True).layers[0].num_kv_heads == 1
+    falcon = {"model_type": "falcon", "num_kv_heads": 4, "num_key_value_heads": None}
+    assert read(**falcon).layers[0].num_kv_heads == 1
+    assert read(**falcon, new_decoder_architecture=True).layers[0].num_kv_heads == 4
+    assert read(**falcon, multi_query=False).layers[0].num_kv_heads == 8
+    assert read(num_key_value_heads=None, attn_config={"kv_n_heads": 4}).layers[0].num_kv_heads == 4
+    chatglm = {"num_key_value_heads": None, "multi_query_group_num": 2, "kv_channels": 96}
+    assert (read(**chatglm).layers[0].num_kv_heads, read(**chatglm).layers[0].head_size) == (2, 96)
+    assert read(num_key_value_heads=[1, 2, 4, 8, 1, 2]).layers[2].num_kv_heads == 4
+    assert read(num_attention_heads_per_layer=[8, 16] * 3).layers[1].num_heads == 16
+
+
+def test_a_missing_number_of_kv_heads_is_said_to_be_taken():
+    assert any("num_key_value_heads is not given" in w for w in read(num_key_value_heads=None).warnings)
+    assert not read(num_key_value_heads=None, model_type="gpt2").warnings
+
+
+def test_per_layer_config_with_zero_padded_keys():
+    model = read(
+        head_dim=128,
+        per_layer_config={"02": {"head_dim": 256, "num_key_value_heads": 1}, 4: {"head_dim": 64}},
+    )
+    assert [layer.head_size for layer in model.layers] == [128, 128, 256, 128, 64, 128]
+    assert [layer.value_size for layer in model.layers] == [128, 128, 256, 128, 64, 128]
+    assert [layer.num_kv_heads for layer in model.layers] == [2, 2, 1, 2, 2, 2]
+
+
+def test_two_geometries_in_one_model():
+    sliding = read(
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        sliding_window=128,
+        head_dim=256,
+        global_head_dim=512,
+        swa_num_key_value_heads=4,
+        swa_head_dim=128,
+        swa_v_head_dim=64,
+    )
+    local, full = sliding.layers[:2]
+    assert (local.num_kv_heads, local.head_size, local.value_size, local.window) == (4, 128, 64, 128)
+    assert (full.num_kv_heads, full.head_size, full.window) == (2, 512, None)
+
+
+def test_kv_sharing():
+    model = read(
+        layer_types=["sliding_attention", "full_attention"] * 3, sliding_window=64, num_kv_shared_layers=2
+    )
+    assert [layer.kv_shared_with for layer in model.layers] == [None, None, None, None, 2, 3]
+    assert [x.kv_shared_with for x in read(kv_source_layers=[0, 0, 2, 2, 4, 4]).layers] == [
+        None,
+        0,
+        None,
+        2,
+        None,
+        4,
+    ]
+    assert [x.kv_shared_with for x in read(use_cla=True, cla_share_factor=3).layers] == [
+        None,
+        0,
+        0,
+        None,
+        3,
+        3,
+    ]
+    assert any("another model" in w for w in read(num_kv_shared_layers=6).warnings)
+
+
+def test_mla_is_one_latent_vector_per_token():
+    layer = read(kv_lora_rank=512, qk_rope_head_dim=64).layers[0]
+    assert (layer.num_heads, layer.num_kv_heads, layer.head_size, layer.value_size) == (8, 1, 576, 512)
+
+
+def test_sinks_come_from_the_table_and_say_so():
+    model = read(
+        model_type="gpt_oss", layer_types=["sliding_attention", "full_attention"] * 3, sliding_window=128
+    )
+    assert all(layer.sinks for layer in model.layers)
+    assert "transformers" in model.layers[0].notes[0]
+    mimo = read(model_type="mimo_v2_flash", sliding_window=128, head_dim=192, v_head_dim=128)
+    assert [layer.sinks for layer in mimo.layers] == [False, True, True, True, True, False]
+    assert [layer.num_kv_heads for layer in mimo.layers] == [2, 4, 4, 4, 4, 2]
+    assert not any(layer.sinks for layer in read().layers)
+    for name in ("gpt_oss", "mimo_v2_flash", "deepseek_v4", "granite_swa"):
+        assert model_type_facts()[name]["sinks"]
+    assert all(facts["source"] for facts in model_type_facts().values())
+
+
+def test_explicit_sink_flags_win():
+    model = read(
+        model_type="mimo_v2_flash",
+        sliding_window=128,
+        hybrid_layer_pattern=[0, 1] * 3,
+        add_swa_attention_sink_bias=False,
+        add_full_attention_sink_bias=True,
+    )
+    assert [layer.sinks for layer in model.layers] == [True, False] * 3
+
+
+def test_soft_caps_scales_and_position_biases():
+    gemma = read(
+        model_type="gemma2",
+        attn_logit_softcapping=50.0,
+        query_pre_attn_scalar=144,
+        sliding_window=64,
+        head_dim=128,
+    )
+    assert gemma.layers[0].soft_cap == 50.0
+    assert gemma.layers[0].scale == pytest.approx(1 / 12)
+    assert read(final_logit_softcapping=30.0).layers[0].soft_cap is None  # of the output, not of attention
+    assert read(model_type="granite", attention_multiplier=0.5).layers[0].scale == 0.5
+    assert read(model_type="bloom").layers[0].position_bias == "alibi"
+    assert read(model_type="falcon", alibi=True).layers[0].position_bias == "alibi"
+    assert read(model_type="t5").layers[0].position_bias == "relative"
+
+
+def test_what_is_not_known_is_said():
+    model = read(sliding_window=4096)
+    assert kinds(model) == [S] * 6
+    assert any(w.startswith("unknown: which layers use sliding_window") for w in model.warnings)
+    assert any("model_type is not given" in w for w in read(model_type=None).warnings)
+    unused = read(use_sliding_window=False, sliding_window=4096)
+    assert any("not used" in w for w in unused.warnings)
+    listed = read(layer_types=["full_attention"] * 6, sliding_window=4096)
+    assert any("no layer uses it" in w for w in listed.warnings)
+
+
+def test_dtypes():
+    assert str(read(torch_dtype="float16").layers[0].dtype) == "fp16"
+    assert str(read(dtype="bfloat16").layers[0].dtype) == "bf16"
+    model = read(torch_dtype="float32")
+    assert str(model.layers[0].dtype) == "bf16"
+    assert any("float32" in w for w in model.warnings)
+
+
+WRONG = {
+    "no layers field": ({"num_hidden_layers": None}, "num_hidden_layers"),
+    "zero layers": ({"num_hidden_layers": 0}, "num_hidden_layers"),
+    "negative layers": ({"num_hidden_layers": -3}, "num_hidden_layers"),
+    "absurd layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+    "string for a number": ({"num_attention_heads": "8"}, "num_attention_heads"),
+    "auto": ({"num_key_value_heads": "auto"}, "num_key_value_heads"),
+    "bool for a number": ({"num_attention_heads": True}, "num_attention_heads"),
+    "float for a number": ({"num_attention_heads": 8.0}, "num_attention_heads"),
+    "list for a number": ({"hidden_size": [1]}, "hidden_size"),
+    "no heads": ({"num_attention_heads": None}, "num_attention_heads"),
+    "no hidden size": ({"hidden_size": None}, "hidden_size"),
+    "heads not divisible by kv": ({"num_key_value_heads": 3}, "num_attention_heads"),
+    "hidden not divisible": (
+        {"hidden_size": 1000, "num_attention_heads": 7, "num_key_value_heads": 7},
+        "hidden_size",
+    ),
+    "huge head": ({"head_dim": 10**6}, "head_dim"),
+    "layer_types too short": ({"layer_types": ["full_attention"]}, "layer_types"),
+    "layer_types no list": ({"layer_types": "full_attention"}, "layer_types"),
+    "layer kind unknown": ({"layer_types": ["telepathy"] * 6}, "layer kinds"),
+    "layer kind no string": ({"layer_types": [None] * 6}, "layer kinds"),
+    "sliding without a window": ({"layer_types": ["sliding_attention"] * 6}, "sliding_window"),
+    "chunked without a chunk": ({"layer_types": ["chunked_attention"] * 6}, "attention_chunk_size"),
+    "window a string": ({"sliding_window": "big"}, "sliding_window"),
+    "index out of range": ({"full_attn_idxs": [6]}, "full_attn_idxs"),
+    "index a string": ({"attn_layer_indices": ["1"]}, "attn_layer_indices"),
+    "offset beyond period": ({"attn_layer_period": 2, "attn_layer_offset": 2}, "attn_layer_offset"),
+    "pattern letters": ({"hybrid_override_pattern": "MMXX"}, "hybrid_override_pattern"),
+    "window pattern letters": (
+        {"sliding_window_pattern": "ABC", "sliding_window": 4},
+        "sliding_window_pattern",
+    ),
+    "per layer key": ({"per_layer_config": {"x": {}}}, "per_layer_config"),
+    "per layer index": ({"per_layer_config": {"6": {}}}, "per_layer_config"),
+    "per layer value": ({"per_layer_config": {"1": 5}}, "per_layer_config.1"),
+    "soft cap": ({"attn_logit_softcapping": -1}, "attn_logit_softcapping"),
+    "soft cap text": ({"attn_logit_softcapping": "x"}, "attn_logit_softcapping"),
+    "shared layers": ({"num_kv_shared_layers": 7}, "num_kv_shared_layers"),
+    "source layers": ({"kv_source_layers": [5, 0, 0, 0, 0, 0]}, "kv_source_layers"),
+    "model_type": ({"model_type": 5}, "model_type"),
+    "flag": ({"use_sliding_window": "no", "sliding_window": 4}, "use_sliding_window"),
+    "attention_types": ({"attention_types": [["global", 6]]}, "attention_types"),
+    "max position": ({"max_position_embeddings": "long"}, "max_position_embeddings"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_fields_are_named(name: str):
+    changes, field = WRONG[name]
+    with pytest.raises(SpecError) as caught:
+        read(**changes)
+    assert caught.value.field == field
+    assert field in str(caught.value)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
+    lambda children: (
+        st.lists(children, max_size=7) | st.dictionaries(st.text(max_size=8), children, max_size=4)
+    ),
+    max_leaves=8,
+)
+KEYS = sorted(
+    {key for changes, _ in [*CONVENTIONS.values(), *WRONG.values()] for key in changes}
+    | {*BASE, "head_dim", "dtype", "text_config"}
+)
+
+
+@given(st.dictionaries(st.sampled_from(KEYS), JSON, max_size=4), st.booleans())
+@settings(max_examples=400)
+def test_no_config_gives_a_traceback(changes: dict, based: bool):
+    try:
+        model = model_from_config({**BASE, **changes} if based else changes)
+    except SpecError:
+        return
+    assert model.layers
+
+
+# ---- files ----------------------------------------------------------------------------------------------
+
+
+def test_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    file = folder / "config.json"
+    file.write_text(json.dumps(BASE))
+    assert load_model(file).name == "config"
+    assert load_model(folder).name == "my-model"
+    assert load_model(str(folder)) == load_model(folder)
+    assert load_model(BASE).layers == load_model(file).layers
+    file.write_text("\ufeff" + json.dumps(BASE), encoding="utf-8")
+    assert len(load_model(file).layers) == 6
+    as_yaml = tmp_path / "m.yaml"
+    as_yaml.write_text("model_type: llama\nhidden_size: 512\nnum_hidden_layers: 2\nnum_attention_heads: 8\n")
+    assert load_model(as_yaml).layers[0].head_size == 64
+
+
+def test_model_ids_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    repo = tmp_path / "models--someone--Some-Model"
+    for commit, layers in (("aaa", 3), ("bbb", 4)):
+        (repo / "snapshots" / commit).mkdir(parents=True)
+        (repo / "snapshots" / commit / "config.json").write_text(
+            json.dumps({**BASE, "num_hidden_layers": layers})
+        )
+    past = time.time() - 100
+    os.utime(repo / "snapshots" / "bbb" / "config.json", (past, past))
+    assert len(load_model("someone/Some-Model").layers) == 3  # the newest snapshot
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("bbb")
+    model = load_model("someone/Some-Model")
+    assert len(model.layers) == 4
+    assert "local cache" in model.source
+    # A bundled model answers to its id as well.
+    assert load_model("Qwen/Qwen3-32B") == load_model("qwen3-32b")
+    with pytest.raises(SpecError, match="nobody/nothing"):
+        load_model("nobody/nothing")
+
+
+def test_layers_spelled_out(tmp_path: Path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "name: mine\nlayers:\n"
+        "  - {count: 3, num_heads: 32, num_kv_heads: 8, head_size: 128}\n"
+        "  - {num_heads: 32, num_kv_heads: 8, head_size: 128, kind: sliding, window: 1024, sinks: true}\n"
+    )
+    model = load_model(file)
+    assert model.name == "mine"
+    assert kinds(model) == [F, F, F, S]
+    assert [layer.index for layer in model.layers] == [0, 1, 2, 3]
+    assert model.layers[3].sinks
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("layers: []", "layers"),
+        ("layers: {}", "layers"),
+        ("layers: [5]", "layers[0]"),
+        ("layers: [{num_heads: 8, num_kv_heads: 2}]", "layers[0].head_size"),
+        ("layers: [{num_heads: 8, num_kv_heads: 3, head_size: 64}]", "layers[0].num_heads"),
+        ("layers: [{num_heads: '8', num_kv_heads: 2, head_size: 64}]", "layers[0].num_heads"),
+        ("layers: [{count: 0, num_heads: 8, num_kv_heads: 2, head_size: 64}]", "layers[0].count"),
+        ("layers: [{count: 999999999, num_heads: 8, num_kv_heads: 2, head_size: 64}]", "layers[0].count"),
+        ("layers: [{heads: 8, num_heads: 8, num_kv_heads: 2, head_size: 64}]", "layers[0].heads"),
+        ("layers: [{num_heads: 8, num_kv_heads: 2, head_size: 64, kind: odd}]", "layers[0]"),
+        ("a: [", "mine.yaml"),
+        ("- 1", "model"),
+        ("!!python/object/apply:os.system ['true']", "mine.yaml"),
+        ("&a [*a]", "model"),
+    ],
+)
+def test_wrong_yaml_names_its_place(tmp_path: Path, text: str, field: str):
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(SpecError) as caught:
+        load_model(file)
+    assert caught.value.field == field
+
+
+def test_files_that_are_none(tmp_path: Path):
+    cases = {
+        "empty.json": b"",
+        "broken.json": b"{",
+        "list.json": b"[1]",
+        "deep.json": b"[" * 100_000,
+        "binary.json": b"\xff\xfe\x00\x01",
+        "huge.json": b"{" + b" " * (50 << 20) + b"}",
+        "nan.json": b'{"num_hidden_layers": NaN, "num_attention_heads": 1, "hidden_size": 8}',
+    }
+    for name, content in cases.items():
+        file = tmp_path / name
+        file.write_bytes(content)
+        started = time.perf_counter()
+        with pytest.raises(SpecError):
+            load_model(file)
+        assert time.perf_counter() - started < 2
+    (tmp_path / "folder").mkdir()
+    for source in (tmp_path / "folder", tmp_path / "missing.json", "", "no such model", "a\0b", "x" * 5000):
+        with pytest.raises(SpecError) as caught:
+            load_model(source)
+        assert caught.value.field == "model"
+
+
+# ---- bundled models -------------------------------------------------------------------------------------
+
+GEOMETRY = {
+    "llama-3.1-8b": {(F, 32, 8, 128, None): 32},
+    "llama-3.1-70b": {(F, 64, 8, 128, None): 80},
+    "qwen3-4b": {(F, 32, 8, 128, None): 36},
+    "qwen3-32b": {(F, 64, 8, 128, None): 64},
+    "qwen3-30b-a3b": {(F, 32, 4, 128, None): 48},
+    "qwen2.5-7b": {(F, 28, 4, 128, None): 28},
+    "qwen2.5-72b": {(F, 64, 8, 128, None): 80},
+    "minimax-m2.5": {(F, 48, 8, 128, None): 62},
+    "gpt-oss-120b": {(S, 64, 8, 64, 128): 18, (F, 64, 8, 64, None): 18},
+    "gemma-3-27b": {(S, 32, 16, 128, 1024): 52, (F, 32, 16, 128, None): 10},
+    "qwen3-next-80b-a3b": {(L, 16, 2, 256, None): 36, (F, 16, 2, 256, None): 12},
+    "jamba-1.5-mini": {(L, 32, 8, 128, None): 28, (F, 32, 8, 128, None): 4},
+    "deepseek-v3": {(M, 128, 1, 576, None): 61},
+    "phi-3-mini": {(S, 32, 32, 96, 2047): 32},
+    "mistral-7b": {(F, 32, 8, 128, None): 32},
+}
+
+
+@pytest.mark.parametrize("name", bundled_models())
+def test_bundled_models(name: str):
+    model = load_model(name)
+    found = Counter((str(x.kind), x.num_heads, x.num_kv_heads, x.head_size, x.window) for x in model.layers)
+    assert found == GEOMETRY.get(name, found)
+    data = load_yaml("models", f"{name}.yaml")
+    assert data["source"].startswith("config.json of ")
+    assert model.source == data["source"]
+    assert model.weight_gib
+    assert not any(w.startswith("unknown") for w in model.warnings)
+
+
+def test_the_models_that_were_asked_for_are_there():
+    assert set(GEOMETRY) <= set(bundled_models())
+    assert len(bundled_models()) >= 14
+
+
+# ---- tensor parallelism and padding ---------------------------------------------------------------------
+
+
+def test_split_divides_then_replicates():
+    model = load_model("qwen3-32b")
+    for tp, heads, kv in ((1, 64, 8), (2, 32, 4), (8, 8, 1), (16, 4, 1), (64, 1, 1)):
+        layer = split(model, tp).layers[0]
+        assert (layer.num_heads, layer.num_kv_heads) == (heads, kv)
+    assert split(model, 16).layers[0].notes == ("each KV head is held by 2 ranks",)
+    assert split(model, 8).tp == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "tp"), [("qwen3-32b", 3), ("qwen2.5-7b", 8), ("qwen3-32b", 128), ("smollm2-135m", 2)]
+)
+def test_impossible_splits(name: str, tp: int):
+    with pytest.raises(SpecError) as caught:
+        split(load_model(name), tp)
+    assert caught.value.field == "tp"
+
+
+@pytest.mark.parametrize("tp", [0, -1, True, "2", 1.0])
+def test_tp_that_is_none(tp: object):
+    with pytest.raises(SpecError, match="tp"):
+        split(load_model("qwen3-32b"), tp)
+
+
+def test_split_keeps_latent_caches_and_states_whole():
+    layer = split(load_model("deepseek-v3"), 8).layers[0]
+    assert (layer.num_heads, layer.num_kv_heads, layer.head_size) == (16, 1, 576)
+    hybrid = split(load_model("qwen3-next-80b-a3b"), 2)
+    assert hybrid.layers[3].num_kv_heads == 1
+    with pytest.raises(SpecError, match="tp"):
+        split(split(load_model("qwen3-32b"), 2), 2)
+
+
+def test_padding_keeps_the_scale():
+    model = pad_heads(load_model("phi-3-mini"), 128)
+    layer = model.layers[0]
+    assert (layer.head_size, layer.value_size) == (128, 128)
+    assert layer.softmax_scale == pytest.approx(96**-0.5)
+    assert pad_heads(load_model("qwen3-32b"), 64) == load_model("qwen3-32b")
+    with pytest.raises(SpecError, match="pad_heads"):
+        pad_heads(model, 0)

@@ -1,0 +1,238 @@
+"""Every decoder of the installed transformers package, against what the package itself makes of its configs.
+
+Three oracles that share nothing with our reader: the configuration objects (layer_types, head shapes), the cache that
+transformers builds for a config, and the projections of models built without memory (on the meta device).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from functools import cache
+from typing import Any
+
+import pytest
+
+from turboquant_rocm import AttentionKind, ModelSpec, SpecError
+from turboquant_rocm.hf_config import WORDS, model_from_config
+from turboquant_rocm.planning import Question, Role, answer_question
+from turboquant_rocm.presets import get_preset
+from turboquant_rocm.target import get_target
+
+transformers = pytest.importorskip("transformers")
+torch = pytest.importorskip("torch")
+
+from transformers.models.auto import modeling_auto  # noqa: E402
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
+
+transformers.logging.set_verbosity_error()
+warnings.filterwarnings("ignore")
+
+CAUSAL = dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+MULTIMODAL = dict(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+SEQ2SEQ = dict(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
+MODEL_TYPES = sorted({*CAUSAL, *MULTIMODAL, *SEQ2SEQ})
+
+# Types whose default configuration transformers itself refuses or cannot divide: they must be refused by name.
+INDIVISIBLE = {"glm4_moe", "glm4v_moe", "qwen3_omni_moe_thinker"}
+KEEPS_KV = (AttentionKind.FULL, AttentionKind.SLIDING, AttentionKind.CHUNKED)
+
+
+@cache
+def default_config(model_type: str) -> Any:
+    try:
+        return CONFIG_MAPPING[model_type]()
+    except Exception as error:
+        pytest.skip(f"transformers cannot build its own default: {type(error).__name__}")
+
+
+@cache
+def spec(model_type: str) -> ModelSpec:
+    """What we read from the config.json that transformers would save."""
+    return model_from_config(json.loads(default_config(model_type).to_json_string(use_diff=True)))
+
+
+def text_config(model_type: str) -> Any:
+    config = default_config(model_type)
+    found = config.get_text_config(decoder=True)
+    return found if found is not None else config
+
+
+def read_or_skip(model_type: str) -> ModelSpec:
+    if model_type in INDIVISIBLE:
+        with pytest.raises(SpecError):
+            spec(model_type)
+        pytest.skip("its default head size is no integer")
+    return spec(model_type)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_plan_or_a_typed_refusal(model_type: str):
+    model = read_or_skip(model_type)
+    for arch in ("gfx950", "sm_90"):
+        plan = answer_question(Question(model, get_target(arch), get_preset("turboquant_4bit_nc")))
+        for entry in plan.layers:
+            if entry.role is Role.REFUSED:
+                assert all(entry.refused.values())
+    # The whole dictionary, class attributes included, says the same.
+    whole = json.loads(default_config(model_type).to_json_string(use_diff=False))
+    assert model_from_config(whole).layers == model.layers
+
+
+def listed_types(config: Any) -> list[str] | None:
+    types = getattr(config, "layer_types", None)
+    return list(types) if isinstance(types, list | tuple) else None
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_kinds_agree_with_the_config(model_type: str):
+    model = read_or_skip(model_type)
+    types = listed_types(text_config(model_type))
+    if types is None:
+        pytest.skip("the configuration lists no kinds")
+    assert len(model.layers) == len(types)
+    for layer, word in zip(model.layers, types, strict=True):
+        expected = WORDS[word][0]
+        if layer.kind in (AttentionKind.MLA, AttentionKind.SPARSE):
+            assert expected in (*KEEPS_KV, AttentionKind.SPARSE)
+        elif layer.kind is not AttentionKind.ENCODER:
+            assert layer.kind is expected, (layer.index, word)
+        assert layer.recurrent_state == WORDS[word][1]
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_head_shapes_agree_with_the_config(model_type: str):
+    from transformers.configuration_utils import get_head_shapes
+
+    model = read_or_skip(model_type)
+    try:
+        kv_heads, head_dims = get_head_shapes(text_config(model_type))
+    except Exception as error:
+        pytest.skip(f"transformers cannot say: {type(error).__name__}")
+    exceptions = {
+        # Their sliding layers have KV heads of their own, which transformers' summary leaves out (see the models below).
+        "mimo_v2_flash",
+        "inkling_mm_model",
+        "inkling_text",
+        "falcon",  # num_kv_heads is ignored with multi_query
+    }
+    for layer in model.layers:
+        if layer.kind not in KEEPS_KV or model_type in exceptions:
+            continue
+        heads = kv_heads[layer.index] if isinstance(kv_heads, list) else kv_heads
+        size = head_dims[layer.index] if isinstance(head_dims, list) else head_dims
+        assert (layer.num_kv_heads, layer.head_size) == (heads, size), layer
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_windows_agree_with_the_cache_that_transformers_builds(model_type: str):
+    model = read_or_skip(model_type)
+    if model_type == "gpt_neo":
+        pytest.skip("its windows are masks over a cache of full length")
+    try:
+        built = transformers.DynamicCache(config=default_config(model_type)).layers
+    except Exception as error:
+        pytest.skip(f"transformers builds no cache: {type(error).__name__}")
+    owners = [layer for layer in model.layers if layer.kind in KEEPS_KV and layer.kv_shared_with is None]
+    sliding = {layer.index: layer.window for layer in owners if layer.kind is AttentionKind.SLIDING}
+    if len(built) != len(model.layers):
+        pytest.skip("layers of another number")
+    for layer in owners:
+        window = getattr(built[layer.index], "sliding_window", None)
+        if getattr(built[layer.index], "is_sliding", False):
+            assert window == sliding.get(layer.index, layer.chunk), layer
+        elif type(built[layer.index]).__name__ != "DummyLayer":
+            assert layer.index not in sliding, layer
+
+
+# ---- the models themselves ------------------------------------------------------------------------------
+
+OTHER_TOWERS = (
+    "vision",
+    "visual",
+    "audio",
+    "encoder.",
+    "qformer",
+    "perceiver",
+    "indexer",
+    "mtp",
+    "patcher",
+    "depth",
+    "aligner",
+)
+
+
+def projections(model: Any) -> dict[int, list[tuple[int, int | None, bool]]]:
+    """layer -> (width of keys, width of values, has sinks) of its attention modules."""
+    found: dict[int, list[tuple[int, int | None, bool]]] = {}
+    for name, module in model.named_modules():
+        if any(part in name for part in OTHER_TOWERS):
+            continue
+        key = getattr(module, "k_proj", None)
+        index = re.search(r"\.(\d+)\.", name)
+        if key is None or not hasattr(key, "out_features") or index is None:
+            continue
+        width = getattr(getattr(module, "v_proj", None), "out_features", None)
+        sinks = getattr(module, "sinks", None) is not None
+        found.setdefault(int(index.group(1)), []).append((key.out_features, width, sinks))
+    return found
+
+
+@pytest.mark.parametrize("model_type", sorted({*CAUSAL, *MULTIMODAL}))
+def test_projections_and_sinks_agree_with_the_model(model_type: str):
+    model = read_or_skip(model_type)
+    auto = (
+        transformers.AutoModelForCausalLM
+        if model_type in CAUSAL
+        else transformers.AutoModelForImageTextToText
+    )
+    try:
+        with torch.device("meta"):
+            found = projections(auto.from_config(default_config(model_type)))
+    except Exception as error:
+        pytest.skip(f"transformers cannot build it: {type(error).__name__}")
+    if not found:
+        pytest.skip("its attention has no k_proj")
+    if model_type == "hrm_text":
+        pytest.skip("its layers run several times, and each time has its own cache")
+    for layer in model.layers:
+        if layer.kind not in (*KEEPS_KV, AttentionKind.SPARSE):
+            continue
+        widths = found.get(layer.index)
+        if widths is None:
+            assert layer.kv_shared_with is not None, layer
+            continue
+        key, value = layer.num_kv_heads * layer.head_size, layer.num_kv_heads * layer.value_size
+        assert any(k == key and v in (None, value) for k, v, _ in widths), (layer, widths)
+        assert any(sinks for *_, sinks in widths) == layer.sinks, layer
+
+
+# ---- patterns that a config leaves out ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [5, 13, 24])
+@pytest.mark.parametrize("model_type", sorted(CAUSAL))
+def test_patterns_that_a_config_leaves_out(model_type: str, count: int):
+    """Without its list of kinds, and at other depths, the architecture's own pattern is found."""
+    if model_type in ("dory", "nemotron_h"):
+        pytest.skip("its depth is the length of the list")
+    try:
+        config = CONFIG_MAPPING[model_type](num_hidden_layers=count)
+    except Exception as error:
+        pytest.skip(f"transformers refuses {count} layers: {type(error).__name__}")
+    types = listed_types(config)
+    if types is None:
+        pytest.skip("the configuration lists no kinds")
+    data = json.loads(config.to_json_string(use_diff=True))
+    for key in ("layer_types", "layers_block_type", "hybrid_layer_ids"):
+        data.pop(key, None)
+    if data.get("num_kv_shared_layers", 0) > count:
+        with pytest.raises(SpecError, match="num_kv_shared_layers"):
+            model_from_config(data)
+        return
+    model = model_from_config(data)
+    for layer, word in zip(model.layers, types, strict=True):
+        if layer.kind not in (AttentionKind.MLA, AttentionKind.SPARSE):
+            assert layer.kind is WORDS[word][0], (layer.index, word)
+    assert not any(warning.startswith("unknown") for warning in model.warnings)
