@@ -13,12 +13,14 @@ Tile of T tokens, all in registers of one warp or wave:
   token; scale, log2(e) and the query's own exponent multiply it once per column.
 * P[T, N] = exp2(S - max) in fp32; then fp16(P * value scale * r) for the value product, where r = 2^14 / (largest
   value scale so far) keeps it a normal fp16 number whatever the scales are.
-* V words: a lane owns some codes of pairs of neighbouring tokens. Decoded as 1024 + code they are the left operand
-  [rows, T] of O[rows, N] += V[rows, T] P[T, N]; 1024 * sum(P) and the zero points (one row sum) are applied at the
-  end, to the accumulator. Rows are dims in the order in which codes come out, put back by the final store.
+* V words: a lane owns some codes of pairs of neighbouring tokens. Decoded as code - middle they are the left operand
+  [rows, T] of O[rows, N] += V[rows, T] P[T, N]; the middle values (zero + middle * scale) are one row sum in fp32,
+  added to the accumulator at the end. Centred codes matter: matrix units truncate their sums, and an offset as large
+  as the 1024 of the conversion trick would turn that into a bias of percents on long contexts. Rows are dims in the
+  order in which codes come out, put back by the final store.
 
 Nothing is multiplied per element. Budget of integer instructions per element: K 2.4 (4-bit), 2.1 (3-bit), 1.5 (FP8);
-V 1.2; plus an eighth of a matrix instruction each.
+V 1.7; plus an eighth of a matrix instruction each.
 
 What moves when. Page ids of the next tile are fetched while this tile is computed. Groups of 16 tokens never cross a
 block, so a tile needs T / 16 scalar page ids, and addresses are a scalar per group plus loop-invariant lane offsets.
@@ -42,8 +44,30 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 _P_MAX = tl.constexpr(16384.0)  # where fp16(P * scale * r) ends
 _LEAST_SCALE = tl.constexpr(2.0**-24)  # smallest positive fp16
-_MAGIC = tl.constexpr(1024.0)  # offset of the codes in value_pairs
 _CENTROID_EPS = tl.constexpr(1e-16)
+
+
+@triton.constexpr_function
+def _at(dimension, a, b, c, size_a, size_b, size_c):
+    """Size of ``dimension``, where dimensions a, b and c have the sizes given."""
+    return {a: size_a, b: size_b, c: size_c}[dimension]
+
+
+@triton.jit
+def _count_along(
+    DIMENSION: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    C: tl.constexpr,
+):
+    """0, 1, 2 ... along one dimension of a tile [A, B, C], int32."""
+    if DIMENSION == 0:
+        out = tl.arange(0, A)[:, None, None]
+    elif DIMENSION == 1:
+        out = tl.arange(0, B)[None, :, None]
+    else:
+        out = tl.arange(0, C)[None, None, :]
+    return out + tl.zeros((A, B, C), tl.int32)
 
 
 @triton.jit
@@ -105,17 +129,19 @@ def _load_units(
         for chunk in tl.static_range(UNITS // VEC):
             first = (chunk * LANES + lane) * VEC
             if VEC == 1:
+                at = tl.max_contiguous(words_ptr + (offset + first), (1, 1, 1))  # a word per lane, whoever is next
                 if (chunk + 1) * LANES > WORDS:
-                    units = units + (tl.load(words_ptr + (offset + first), first < WORDS, 0),)
+                    units = units + (tl.load(at, first < WORDS, 0),)
                 else:
-                    units = units + (tl.load(words_ptr + (offset + first)),)
+                    units = units + (tl.load(at),)
             else:
                 i = tl.arange(0, VEC)[None, None, None, :]
-                at = offset[:, :, :, None] + (first[:, :, :, None] + i)
+                at = words_ptr + (offset[:, :, :, None] + (first[:, :, :, None] + i))
+                at = tl.max_contiguous(tl.multiple_of(at, (1, 1, 1, 4 * VEC)), (1, 1, 1, VEC))
                 if (chunk + 1) * LANES * VEC > WORDS:
-                    words = tl.load(words_ptr + at, (first[:, :, :, None] + i) < WORDS, 0)
+                    words = tl.load(at, (first[:, :, :, None] + i) < WORDS, 0)
                 else:
-                    words = tl.load(words_ptr + at)
+                    words = tl.load(at)
                 units = units + _split_words(words, A, B, C, VEC)
     else:
         RUN: tl.constexpr = UNITS * UNIT * BITS // 8  # bytes per lane
@@ -128,10 +154,11 @@ def _load_units(
         left = tl.minimum(NBYTES - lane * RUN, RUN) + skip  # bytes from the first word to the end of the run
         aligned = ()
         for k in tl.static_range(COUNT):
+            at = tl.max_contiguous(words_ptr + (first + k), (1, 1, 1))
             if PADDED or (4 * k >= RUN):
-                aligned = aligned + (tl.load(words_ptr + (first + k), left > 4 * k, 0),)
+                aligned = aligned + (tl.load(at, left > 4 * k, 0),)
             else:
-                aligned = aligned + (tl.load(words_ptr + (first + k)),)
+                aligned = aligned + (tl.load(at),)
         stream = aligned
         if SLACK > 0:
             stream = ()
@@ -162,12 +189,14 @@ def _load_units(
 
 @triton.jit
 def _key_operand(
-    unit,  # packed codes: cuda [A, B, C] = (row block, row, lane); hip (row block, lane, row)
+    unit,  # packed codes, a tile of three dimensions
     T: tl.constexpr,
     BITS: tl.constexpr,
     TABLE: tl.constexpr,
     KWIDTH: tl.constexpr,
-    LANE_FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,  # which dimension counts blocks of rows, rows of a block, lanes of a row
+    ROW: tl.constexpr,
+    LANE: tl.constexpr,
     TARGET: tl.constexpr,
 ):
     """One unit decoded to the operand [T, k] fp16, k = 32 (or 16 for FP8), columns as in KeyTile.dims."""
@@ -175,11 +204,11 @@ def _key_operand(
         a, b = fp8_pairs(unit, TARGET)
         a0, a1 = halves(a)
         b0, b1 = halves(b)
-        x = tl.join(tl.join(a0, a1), tl.join(b0, b1))  # [A, B, C, half, pair]
-        if LANE_FIRST:
-            x = tl.permute(x, (0, 2, 4, 1, 3)) if KWIDTH == 2 else tl.permute(x, (0, 2, 1, 4, 3))
+        x = tl.join(tl.join(a0, a1), tl.join(b0, b1))  # [., ., ., half, pair]
+        if KWIDTH == 2:
+            x = tl.permute(x, (BLOCK, ROW, 4, LANE, 3))
         else:
-            x = tl.permute(x, (0, 1, 4, 2, 3)) if KWIDTH == 2 else tl.permute(x, (0, 1, 2, 4, 3))
+            x = tl.permute(x, (BLOCK, ROW, LANE, 4, 3))
         x = tl.reshape(x, (T, 16))
     else:
         if BITS == 4:
@@ -192,23 +221,35 @@ def _key_operand(
         d0, d1 = halves(d)
         ab = tl.join(tl.join(a0, a1), tl.join(b0, b1))
         cd = tl.join(tl.join(c0, c1), tl.join(d0, d1))
-        x = tl.join(ab, cd)  # [A, B, C, half, pair low bit, pair high bit]
-        if LANE_FIRST:
-            if KWIDTH == 2:
-                x = tl.permute(x, (0, 2, 5, 4, 1, 3))
-            elif KWIDTH == 4:
-                x = tl.permute(x, (0, 2, 5, 1, 4, 3))
-            else:
-                x = tl.permute(x, (0, 2, 1, 5, 4, 3))
+        x = tl.join(ab, cd)  # [., ., ., half, pair low bit, pair high bit]
+        if KWIDTH == 2:
+            x = tl.permute(x, (BLOCK, ROW, 5, 4, LANE, 3))
+        elif KWIDTH == 4:
+            x = tl.permute(x, (BLOCK, ROW, 5, LANE, 4, 3))
         else:
-            if KWIDTH == 2:
-                x = tl.permute(x, (0, 1, 5, 4, 2, 3))
-            elif KWIDTH == 4:
-                x = tl.permute(x, (0, 1, 5, 2, 4, 3))
-            else:
-                x = tl.permute(x, (0, 1, 2, 5, 4, 3))
+            x = tl.permute(x, (BLOCK, ROW, LANE, 5, 4, 3))
         x = tl.reshape(x, (T, 32))
     return x
+
+
+@triton.jit
+def _real_columns(
+    UNIT_INDEX: tl.constexpr,
+    LANES: tl.constexpr,
+    UNIT: tl.constexpr,
+    UNITS: tl.constexpr,
+    VEC: tl.constexpr,
+    DIM: tl.constexpr,
+    KWIDTH: tl.constexpr,
+):
+    """1 for columns of a key operand that hold a dim, 0 for padding: fp16 [k, 8], eight equal columns."""
+    column = tl.arange(0, LANES * UNIT)
+    lane = (column // KWIDTH) % LANES
+    if VEC > 0:
+        first = (((UNIT_INDEX // VEC) * LANES + lane) * VEC + UNIT_INDEX % VEC) * UNIT
+    else:
+        first = (lane * UNITS + UNIT_INDEX) * UNIT
+    return tl.where((first < DIM)[:, None] & (tl.arange(0, 8) >= 0)[None, :], 1.0, 0.0).to(tl.float16)
 
 
 @triton.jit
@@ -224,9 +265,12 @@ def _value_operand(
     BITS: tl.constexpr,
     RUNS: tl.constexpr,
     ROWS: tl.constexpr,
-    LANE_FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,  # which dimension counts blocks of tokens, runs of a block, lanes
+    RUN: tl.constexpr,
+    LANE: tl.constexpr,
 ):
-    """One unit decoded to the operand [ROWS, T] fp16 of 1024 + code: row = code * lanes + lane."""
+    """One unit decoded to the operand [ROWS, T] fp16 of code - middle: row = code * lanes + lane."""
+    AWAY: tl.constexpr = 1024.0 + (1 << (BITS - 1))
     p = value_pairs(words[0], words[1], BITS)
     a0, a1 = halves(p[0])
     b0, b1 = halves(p[1])
@@ -240,11 +284,8 @@ def _value_operand(
         x = _stack8(
             tl.join(a0, a1), tl.join(b0, b1), tl.join(c0, c1), tl.join(d0, d1),
             tl.join(e0, e1), tl.join(f0, f1), tl.join(g0, g1), tl.join(h0, h1),
-        )  # [TB, lane, quad, token, code bits 0, 1, 2]; hip: [TB, quad, lane, ...]
-        if LANE_FIRST:
-            x = tl.permute(x, (6, 5, 4, 2, 0, 1, 3))
-        else:
-            x = tl.permute(x, (6, 5, 4, 1, 0, 2, 3))
+        )  # [., ., ., token, code bits 0, 1, 2]
+        x = tl.permute(x, (6, 5, 4, LANE, BLOCK, RUN, 3))
     else:
         tl.static_assert(RUNS == 4)
         q = value_pairs(words[2], words[3], BITS)
@@ -261,12 +302,9 @@ def _value_operand(
             tl.join(tl.join(c0, c1), tl.join(c2, c3)), tl.join(tl.join(d0, d1), tl.join(d2, d3)),
             tl.join(tl.join(e0, e1), tl.join(e2, e3)), tl.join(tl.join(f0, f1), tl.join(f2, f3)),
             tl.join(tl.join(g0, g1), tl.join(g2, g3)), tl.join(tl.join(h0, h1), tl.join(h2, h3)),
-        )  # [TB, ., ., token bit 0, token bit 1, code bits 0, 1, 2]
-        if LANE_FIRST:
-            x = tl.permute(x, (7, 6, 5, 2, 0, 1, 4, 3))
-        else:
-            x = tl.permute(x, (7, 6, 5, 1, 0, 2, 4, 3))
-    return tl.reshape(x, (ROWS, T))
+        )  # [., ., ., token bit 0, token bit 1, code bits 0, 1, 2]
+        x = tl.permute(x, (7, 6, 5, LANE, BLOCK, RUN, 4, 3))
+    return tl.reshape(x, (ROWS, T)) - tl.full((ROWS, T), AWAY, tl.float16)
 
 
 @triton.jit
@@ -391,10 +429,10 @@ def decode_kernel(
     TABLE: tl.constexpr,  # centroids, see device._lookup8
     TABLE_SCALE: tl.constexpr,
     NORM_CORRECTION: tl.constexpr,
-    CACHE_ALIGN: tl.constexpr,  # bytes that cache_ptr is aligned to
     KWIDTH: tl.constexpr,  # consecutive columns of an operand in a lane
     RUNS: tl.constexpr,  # neighbouring tokens of a value operand in a lane
     LANE_FIRST: tl.constexpr,  # lanes of a row are far apart (AMD), not neighbours (NVIDIA)
+    ASCENDING: tl.constexpr,  # see below
     MULTI: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -404,14 +442,16 @@ def decode_kernel(
     TARGET: tl.constexpr,
 ):
     GROUPS: tl.constexpr = T // 16
+    KUNITS: tl.constexpr = KEY[3]
+    VUNITS: tl.constexpr = VALUE[3]
     KL: tl.constexpr = KEY[1]
     VL: tl.constexpr = VALUE[1]
     KSPAN: tl.constexpr = KEY[1] * KEY[2]
     KP: tl.constexpr = KSPAN * KEY[3]
     ROWS: tl.constexpr = VALUE[1] * VALUE[2]
     RP: tl.constexpr = ROWS * VALUE[3]
+    MIDDLE: tl.constexpr = 1 << (VALUE[0] - 1)
 
-    cache_ptr = tl.multiple_of(cache_ptr, CACHE_ALIGN)
     head = tl.program_id(0) % HK
     first_query = (tl.program_id(0) // HK) * QT
     split = tl.program_id(1)
@@ -452,47 +492,43 @@ def decode_kernel(
     column_scale = tl.load(query_scale_ptr + row, live, 0.0) * scale_log2
     k_index = tl.arange(0, KSPAN)
     queries = ()
-    for u in tl.static_range(KEY[3]):
+    for u in tl.static_range(KUNITS):
         at = query_ptr + row[None, :] * KP + (u * KSPAN + k_index)[:, None]
         queries = queries + (tl.load(at, live[None, :], 0.0),)  # [KSPAN, N]
 
-    # Which token and which part of its row each lane reads.
-    if LANE_FIRST:
-        KA: tl.constexpr = T // 16
-        KB: tl.constexpr = KL
-        KC: tl.constexpr = 16
-        k_group = tl.arange(0, KA)[:, None, None]
-        k_lane = tl.arange(0, KB)[None, :, None] + tl.zeros((KA, KB, KC), tl.int32)
-        k_row = tl.arange(0, KC)[None, None, :]
-        VA: tl.constexpr = T // (4 * RUNS)
-        VB: tl.constexpr = 4
-        VC: tl.constexpr = VL
-        v_token = (tl.arange(0, VA)[:, None, None] * (4 * RUNS)) % 16 + tl.arange(0, VB)[None, :, None] * RUNS
-        v_lane = tl.arange(0, VC)[None, None, :] + tl.zeros((VA, VB, VC), tl.int32)
-    else:
-        KA: tl.constexpr = T // 8
-        KB: tl.constexpr = 8
-        KC: tl.constexpr = KL
-        k_group = tl.arange(0, KA)[:, None, None] // 2
-        k_lane = tl.arange(0, KC)[None, None, :] + tl.zeros((KA, KB, KC), tl.int32)
-        k_row = (tl.arange(0, KA)[:, None, None] % 2) * 8 + tl.arange(0, KB)[None, :, None]
-        VA: tl.constexpr = T // (4 * RUNS)
-        VB: tl.constexpr = VL
-        VC: tl.constexpr = 4
-        v_token = (tl.arange(0, VA)[:, None, None] * (4 * RUNS)) % 16 + tl.arange(0, VC)[None, None, :] * RUNS
-        v_lane = tl.arange(0, VB)[None, :, None] + tl.zeros((VA, VB, VC), tl.int32)
-    v_group = (tl.arange(0, VA)[:, None, None] * (4 * RUNS)) // 16
-    k_group = k_group + tl.zeros((KA, KB, KC), tl.int32)
-    v_group = v_group + tl.zeros((VA, VB, VC), tl.int32)
+    # Which token and which part of its row each lane reads. Lanes are dealt out over the dimensions of a tile in
+    # the order in which this compiler fills them: the last one first, or with ASCENDING the first one first.
+    KROWS: tl.constexpr = 16 if LANE_FIRST else 8  # rows of a block
+    FAST: tl.constexpr = 0 if ASCENDING else 2  # dimension whose lanes are neighbours
+    SLOW: tl.constexpr = 2 if ASCENDING else 0
+    KROW: tl.constexpr = FAST if LANE_FIRST else 1
+    KLANE: tl.constexpr = 1 if LANE_FIRST else FAST
+    VLANE: tl.constexpr = FAST if LANE_FIRST else 1
+    VRUN: tl.constexpr = 1 if LANE_FIRST else FAST
+    KBLOCKS: tl.constexpr = T // KROWS
+    VBLOCKS: tl.constexpr = T // (4 * RUNS)
+    KA: tl.constexpr = _at(0, SLOW, KROW, KLANE, KBLOCKS, KROWS, KL)
+    KB: tl.constexpr = _at(1, SLOW, KROW, KLANE, KBLOCKS, KROWS, KL)
+    KC: tl.constexpr = _at(2, SLOW, KROW, KLANE, KBLOCKS, KROWS, KL)
+    VA: tl.constexpr = _at(0, SLOW, VRUN, VLANE, VBLOCKS, 4, VL)
+    VB: tl.constexpr = _at(1, SLOW, VRUN, VLANE, VBLOCKS, 4, VL)
+    VC: tl.constexpr = _at(2, SLOW, VRUN, VLANE, VBLOCKS, 4, VL)
+    k_block = _count_along(SLOW, KA, KB, KC) * KROWS
+    k_row = k_block % 16 + _count_along(KROW, KA, KB, KC)
+    k_group = k_block // 16
+    k_lane = _count_along(KLANE, KA, KB, KC)
+    v_block = _count_along(SLOW, VA, VB, VC) * (4 * RUNS)
+    v_token = v_block % 16 + _count_along(VRUN, VA, VB, VC) * RUNS
+    v_group = v_block // 16
+    v_lane = _count_along(VLANE, VA, VB, VC)
 
     PARTS: tl.constexpr = 4 if LANE_FIRST else 8
     largest = tl.full((N,), float("-inf"), tl.float32)  # running maximum of the scores
     weight = tl.zeros((PARTS, N), tl.float32)  # sum of P
-    offset = tl.zeros((PARTS, N), tl.float32)  # sum of P * zero point
-    rounded = tl.zeros((PARTS, N), tl.float32)  # sum of the fp16 weights of the value product
+    offset = tl.zeros((PARTS, N), tl.float32)  # sum of P * middle value
     scale_max = tl.full((), _LEAST_SCALE, tl.float32)  # running maximum of the value scales
     acc = ()
-    for u in tl.static_range(VALUE[3]):
+    for u in tl.static_range(VUNITS):
         acc = acc + (tl.zeros((ROWS, N), tl.float32),)
 
     table_ptr += sequence.to(tl.int64) * table_stride
@@ -526,11 +562,12 @@ def decode_kernel(
 
         scores = tl.zeros((T, N), tl.float32)
         squares = tl.zeros((T, 8), tl.float32)
-        for u in tl.static_range(KEY[3]):
-            keys = _key_operand(k_units[u], T, KEY[0], TABLE, KWIDTH, LANE_FIRST, TARGET)
+        for u in tl.static_range(KUNITS):
+            keys = _key_operand(k_units[u], T, KEY[0], TABLE, KWIDTH, SLOW, KROW, KLANE, TARGET)
             scores = tl.dot(keys, queries[u], scores)
             if NORM_CORRECTION:
-                squares = tl.dot(keys * keys, tl.full((KSPAN, 8), 1.0, tl.float16), squares)
+                ones = _real_columns(u, KEY[1], KEY[2], KEY[3], KEY[4], KEY[6] * 8 // KEY[0], KWIDTH)
+                squares = tl.dot(keys * keys, ones, squares)
         scores = scores * column_scale[None, :]
         if KEY[0] != 8:
             if NORM_CORRECTION:
@@ -552,19 +589,19 @@ def decode_kernel(
         p = tl.exp2(scores - reference[None, :])
         largest = new_largest
         weight = weight * alpha[None, :] + _sum_tokens(p, T, N, LANE_FIRST)
-        offset = offset * alpha[None, :] + _sum_tokens(p * v_zero[:, None], T, N, LANE_FIRST)
+        v_middle = v_zero + v_scale * MIDDLE  # what code MIDDLE stands for
+        offset = offset * alpha[None, :] + _sum_tokens(p * v_middle[:, None], T, N, LANE_FIRST)
         new_scale_max = tl.maximum(scale_max, tl.max(v_scale, axis=0))
         p16 = (p * (v_scale * (1.0 / new_scale_max) * _P_MAX)[:, None]).to(tl.float16)
         shrink = alpha * (scale_max / new_scale_max)
         scale_max = new_scale_max
-        rounded = rounded * shrink[None, :] + _sum_tokens(p16.to(tl.float32), T, N, LANE_FIRST)
 
         new_acc = ()
-        for u in tl.static_range(VALUE[3]):
+        for u in tl.static_range(VUNITS):
             words = ()
             for i in tl.static_range(RUNS):
                 words = words + (v_tokens[i][u],)
-            values = _value_operand(words, T, VALUE[0], RUNS, ROWS, LANE_FIRST)
+            values = _value_operand(words, T, VALUE[0], RUNS, ROWS, SLOW, VRUN, VLANE)
             new_acc = new_acc + (tl.dot(values, p16, acc[u] * shrink[None, :]),)
         acc = new_acc
         pages = next_pages
@@ -572,7 +609,6 @@ def decode_kernel(
 
     total_weight = tl.sum(weight, axis=0)  # [N]
     total_offset = tl.sum(offset, axis=0)
-    total_rounded = tl.sum(rounded, axis=0)
     seen = total_weight > 0.0
     if SINKS and DIRECT:
         sink = tl.load(sinks_ptr + q_head, live, float("-inf")).to(tl.float32) * _LOG2E
@@ -586,10 +622,10 @@ def decode_kernel(
     norm_out = tl.where(seen, norm_out, 0.0)
     lse = tl.where(seen, lse, float("-inf"))
     back = norm_out * (scale_max / _P_MAX)
-    shift = total_offset * norm_out - total_rounded * (back * _MAGIC)
+    shift = total_offset * norm_out
 
     r = tl.arange(0, ROWS)
-    for u in tl.static_range(VALUE[3]):
+    for u in tl.static_range(VUNITS):
         result = acc[u] * back[None, :] + shift[None, :]
         if DIRECT:
             lane = r % VL

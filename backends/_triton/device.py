@@ -238,7 +238,7 @@ def value_pairs(
 ):
     """Eight pairs (1024 + code of first, 1024 + code of second), one for each dim.
 
-    1024 + n is the fp16 number whose bits are 0x6400 | n; the caller subtracts 1024 times the sum of the weights.
+    1024 + n is the fp16 number whose bits are 0x6400 | n; the caller subtracts 1024.
     Two instructions per pair, and two or three for eight pairs.
     """
     low = (first & 0xFFFF) | (second << 16)

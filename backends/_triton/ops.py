@@ -19,6 +19,7 @@ from ...layouts import Layout
 from ...presets import load_yaml
 from ...spec import SpecError
 from .decode import decode_kernel
+from .dequantize import Dequantize
 from .prepare import prepare_kernel
 from .reduce import reduce_kernel
 from .store import Store
@@ -30,6 +31,14 @@ __all__ = ["AosOps", "DecodePlan", "SoaOps", "TritonOps", "tuned"]
 LOG2E = 1.4426950408889634
 _LIKE = {"nvidia": ("sm_90", "sm_80"), "amd": ("gfx942", "gfx950")}
 _FALLBACK = {"nvidia": "sm_80", "amd": "gfx942"}
+
+# Habits of compilers that decide whether a tile is loaded the way the matrix instruction holds it; a wrong guess costs
+# time and changes no result. 3.6 deals lanes over the dimensions of a tile in ascending order and gives NVIDIA operands
+# that come out of tl.join twice the usual width; 3.9 does neither.
+_OLD = tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 7)
+ASCENDING = _OLD
+OPERAND_WIDTH = 4 if _OLD else 2
+
 _ROWS_PER_PREPARE = 16
 _MAX_SPLITS = 64
 _REDUCE_CHUNK = 8
@@ -80,7 +89,13 @@ class DecodePlan:
     """
 
     def __init__(
-        self, decision: Decision, layout: Layout, *, cache_alignment: int = 16, kind: str | None = None
+        self,
+        decision: Decision,
+        layout: Layout,
+        *,
+        cache_alignment: int = 16,
+        kind: str | None = None,
+        tuning: Mapping[str, Any] | None = None,
     ) -> None:
         layer, preset, target = decision.layer, layout.preset, decision.target
         if layout.block_size % GROUP:
@@ -89,6 +104,7 @@ class DecodePlan:
         self.layout = layout
         self.kind = kind or target_kind(target.vendor)
         self.decision = decision
+        self.tuning = dict(tuning or {})
         self.key = KeyTile.of(
             preset.key_bits, layout.head_size, 4, alignment(layout, "key_data", cache_alignment)
         )
@@ -121,10 +137,10 @@ class DecodePlan:
             "TABLE": table,
             "TABLE_SCALE": table_scale,
             "NORM_CORRECTION": corrects_norm(layout),
-            "CACHE_ALIGN": cache_alignment,
             "KWIDTH": base["key_width"],
             "RUNS": base["token_runs"],
             "LANE_FIRST": base["lane_first"],
+            "ASCENDING": ASCENDING,
             "WINDOW": layer.window is not None,
             "SOFT_CAP": layer.soft_cap is not None,
             "SINKS": layer.sinks,
@@ -134,7 +150,7 @@ class DecodePlan:
     def tuned(self, columns: int) -> dict[str, Any]:
         """Tile and split choices for a kernel of ``columns`` columns."""
         target = self.decision.target
-        return tuned(
+        values = tuned(
             target.arch,
             target.vendor,
             self.decision.backend,
@@ -142,6 +158,9 @@ class DecodePlan:
             head_size=self.layout.head_size,
             columns=columns,
         )
+        if target.vendor == "nvidia":
+            values |= {"key_width": OPERAND_WIDTH, "token_runs": OPERAND_WIDTH}
+        return values | self.tuning
 
     @staticmethod
     def _row_tile(tile: Any) -> tuple[int, ...]:
@@ -225,22 +244,35 @@ class DecodePlan:
 
 
 class TritonOps:
-    """LayerOps in Triton for one layer. options: ``splits`` fixes the number of splits, for tests and tuning."""
+    """LayerOps in Triton for one layer.
 
-    def __init__(self, decision: Decision, layout: Layout, *, splits: int | None = None) -> None:
+    options, for tests and tuning: ``splits`` fixes the number of splits; ``tuning`` replaces values of the layer's
+    file in configs/tuned.
+    """
+
+    def __init__(
+        self,
+        decision: Decision,
+        layout: Layout,
+        *,
+        splits: int | None = None,
+        tuning: Mapping[str, Any] | None = None,
+    ) -> None:
         if splits is not None and not 1 <= splits <= _MAX_SPLITS:
             raise SpecError("splits", splits, f"1 to {_MAX_SPLITS}")
         self.layer = decision.layer
         self.layout = layout
         self.decision = decision
         self.fixed_splits = splits
-        self.plan = DecodePlan(decision, layout)
+        self._tuning = tuning
+        self.plan = DecodePlan(decision, layout, tuning=tuning)
         self._plans = {True: self.plan}
         self._launches: dict[tuple[Any, ...], Launch] = {}
         self._matrix: dict[tuple[torch.device, bool], torch.Tensor] = {}
         self._window = self.layer.window or 0
         self._soft_cap = self.layer.soft_cap or 0.0
         self._store = Store(layout)
+        self._dequantize = Dequantize(layout)
 
     # ---- store ------------------------------------------------------------------------------------------
 
@@ -254,6 +286,21 @@ class TritonOps:
     ) -> None:
         """Quantise and write the tokens whose slot is not negative; one launch."""
         self._store(key, value, cache, slot_mapping, nonfinite)
+
+    # ---- dequantise -------------------------------------------------------------------------------------
+
+    def dequantize(
+        self,
+        cache: torch.Tensor,  # [nb, bs, Hk, slot_stride] uint8
+        block_table: torch.Tensor,  # [B, M] int32
+        seq_lens: torch.Tensor,  # [B] int32
+        starts: torch.Tensor,  # [B] int32
+        cu_lens: torch.Tensor,  # [B + 1] int32
+        key_out: torch.Tensor,  # [sum, Hk, D] fp16/bf16/fp32, contiguous
+        value_out: torch.Tensor,  # [sum, Hk, Dv]
+    ) -> None:
+        """Tokens [starts, seq_lens) of every sequence, one after the other, rotated back; one launch."""
+        self._dequantize(cache, block_table, starts, cu_lens, key_out, value_out)
 
     # ---- decode -----------------------------------------------------------------------------------------
 
@@ -327,7 +374,9 @@ class TritonOps:
         """Everything about one shape of call; the values are kept."""
         plan = self._plans.get(aligned)
         if plan is None:
-            plan = self._plans[aligned] = DecodePlan(self.decision, self.layout, cache_alignment=2)
+            plan = self._plans[aligned] = DecodePlan(
+                self.decision, self.layout, cache_alignment=2, tuning=self._tuning
+            )
         if (device, aligned) not in self._matrix:
             self._matrix[device, aligned] = torch.from_numpy(plan.matrix).to(device=device, dtype=torch.float16)
         batch, blocks = table_shape

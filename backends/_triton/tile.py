@@ -104,6 +104,7 @@ class KeyTile(_RowTile):
     def dims(self, target: str, width: int) -> list[int]:
         """Dim of every column, -1 for padding. width: consecutive columns in a lane (the operand's k width)."""
         order = pair_order(target, self.unit)
+        width = min(width, self.unit)
         span = self.lanes * self.unit
         found = []
         for unit in range(self.units):
