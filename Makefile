@@ -1,14 +1,12 @@
 # Everything starts from a checkout with nothing installed: each target makes what it needs, once.
 # Variables: PYTHON (base interpreter), VENV, TORCH=auto|reuse|install, TORCH_INDEX (index URL for torch),
-# STRICT=1 (no optional step may fail), JOBS (test processes), TESTS (what to test), ARGS (more arguments for pytest or
-# verify).
+# STRICT=1 (no optional step may fail), JOBS (test processes), ARGS (more arguments for pytest or verify).
 
 VENV ?= .venv
 TORCH ?= auto
 TORCH_INDEX ?=
 STRICT ?=
 JOBS ?= auto
-TESTS ?= tests
 ARGS ?=
 FIND_PYTHON = for p in python3 python python3.13 python3.12 python3.11; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && command -v "$$p" && break; done
@@ -26,19 +24,25 @@ BOOTSTRAP = $(if $(PYTHON),,$(error no Python 3.11 or newer found: set PYTHON=/p
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint format typecheck check hooks install dev clean
+.PHONY: help demo test test-native test-interpret test-slow lint format typecheck check hooks install dev clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(RUN) ## store and decode real keys and values: four presets, both layouts
 	$(PY) -m turboquant_rocm.verify --input examples/kv/smollm2_135m.npz $(ARGS)
 
-test: $(DEV) ## all tests that this machine can run, but the slow ones
-	$(PYTEST) $(TESTS) $(ARGS)
+test: test-native test-interpret ## all tests that this machine can run, but the slow ones
 
-test-slow: $(DEV) ## the same with the slow ones
-	$(PYTEST) --run-slow $(TESTS) $(ARGS)
+# Triton decides once per process whether it compiles or interprets, hence two.
+test-native: $(DEV) ## of these, all but those in Triton's interpreter
+	$(PYTEST) tests $(ARGS)
+
+test-interpret: $(DEV) ## those in Triton's interpreter
+	TRITON_INTERPRET=1 $(PYTEST) tests/l1_interpret $(ARGS)
+
+test-slow: ## all tests, with the slow ones
+	$(MAKE) test ARGS="--run-slow $(ARGS)"
 
 lint: $(DEV) ## ruff: rules and format
 	$(PY) -m ruff check .

@@ -58,6 +58,25 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(f"--require-backend: {error}") from None
 
 
+INTERPRETED = Path(__file__).parent / "l1_interpret"
+
+
+def _wants_interpreted(config: pytest.Config) -> bool:
+    named = (Path(config.invocation_params.dir, arg.partition("::")[0]).resolve() for arg in config.args)
+    return os.environ.get("TRITON_INTERPRET") == "1" or any(p.is_relative_to(INTERPRETED) for p in named)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Interpreted kernels run in a process of their own: Triton decides once whether it compiles or interprets."""
+    return True if collection_path == INTERPRETED and not _wants_interpreted(config) else None
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    if _wants_interpreted(config):
+        return None
+    return "tests/l1_interpret is left out: it runs on its own, make test-interpret"
+
+
 # ---- tiers -------------------------------------------------------------------------------------------------
 
 
