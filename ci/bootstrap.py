@@ -221,7 +221,9 @@ def main() -> int:
     made = {"base": sys.executable, "version": platform.python_version(), "system_site": plan.system_site}
     if not (python.exists() and mark.exists() and json.loads(mark.read_text()) == made):
         if args.venv.exists() and not mark.exists():
-            raise SystemExit(f"bootstrap: {args.venv} exists and was not made here: remove it, or set VENV=...")
+            raise SystemExit(
+                f"bootstrap: {args.venv} exists and was not made here: remove it, or set VENV=..."
+            )
         say(f"making {args.venv}")
         shutil.rmtree(args.venv, ignore_errors=True)
         args.venv.mkdir(parents=True)
