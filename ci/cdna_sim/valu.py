@@ -1716,7 +1716,7 @@ def build_packed32(ctx: Ctx, ins: Instr) -> Step:
     def step(g: WaveGroup) -> None:
         a, b = value(g, lo), value(g, hi)
         if mov:
-            a = a.copy()
+            a, b = a.copy(), b.copy()  # views: the first write must not change the second source
         slow = not g.dirty.isdisjoint(ids)
         shs: list[Any] = []
         if slow:

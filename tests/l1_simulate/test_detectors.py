@@ -295,8 +295,8 @@ def test_unknown_things_are_errors_that_name_them() -> None:
         run_snippet("gfx942", "s_memtime s[30:31]")
     with pytest.raises(UnsupportedError, match="round"):
         run_snippet("gfx942", "s_setreg_imm32_b32 hwreg(HW_REG_MODE, 0, 2), 1")
-    with pytest.raises(UnsupportedError, match="v_cubeid_f32"):
-        run_snippet("gfx942", "v_cubeid_f32 v1, v2, v3, v4")
+    with pytest.raises(UnsupportedError, match="v_qsad_pk_u16_u8"):
+        run_snippet("gfx942", "v_qsad_pk_u16_u8 v[4:5], v[2:3], v6, v[8:9]")
     with pytest.raises(UnsupportedError, match="omod"):
         run_snippet("gfx942", "v_add_f32 v1, v2, v3 mul:2")
     with pytest.raises((DecodeError, UnsupportedError)):

@@ -826,3 +826,65 @@ def test_saveexec() -> None:
     """, {1: np.arange(64, dtype=U32)}, out=[3], out_s=[30, 31])  # fmt: skip
     assert [int(x) for x in got[3]] == [1 if k > 40 else 2 for k in range(64)]
     assert s[30] == s[31] == M32
+
+
+# -- pairs of registers, also where source and destination overlap -----------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_packed_pairs_may_overlap(arch: str) -> None:
+    v = {r: pool("g", r) for r in (2, 3, 4, 5, 6, 7, 8, 9)}
+    text = """
+      v_pk_mov_b32 v[2:3], v[4:5], v[2:3] op_sel:[1,0]
+      v_pk_mov_b32 v[6:7], v[6:7], v[6:7] op_sel:[1,0]
+      v_pk_add_f32 v[8:9], v[8:9], v[8:9] op_sel:[1,0] op_sel_hi:[0,0] neg_lo:[0,1]
+      v_pk_fma_f32 v[10:11], v[4:5], v[8:9], 1.0 op_sel_hi:[0,1,0]
+      v_pk_mul_f32 v[12:13], v[4:5], s[20:21] op_sel_hi:[1,0]
+    """
+    scale = int(np.float32(3.0).view(U32))
+    got, _, _ = run_snippet(arch, text, v, {20: scale, 21: 0}, out=[2, 3, 6, 7, 8, 9, 10, 11, 12, 13])
+    f = {r: x.view(np.float32) for r, x in v.items()}
+    assert (got[2] == v[5]).all() and (got[3] == v[2]).all()
+    assert (got[6] == v[7]).all() and (got[7] == v[6]).all()
+    assert (got[8].view(np.float32) == f[9] - f[8]).all()
+    assert (got[9].view(np.float32) == f[8] + f[8]).all()
+    new8, new9 = got[8].view(np.float32), got[9].view(np.float32)
+    for k in range(64):
+        assert got[10][k] == b32(fma_exact(float(f[4][k]), float(new8[k]), 1.0))
+        assert got[11][k] == b32(fma_exact(float(f[4][k]), float(new9[k]), 1.0))
+    assert (got[12].view(np.float32) == f[4] * np.float32(3)).all()
+    assert (got[13].view(np.float32) == f[5] * np.float32(3)).all()
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_mixed_precision_fma(arch: str) -> None:
+    a, b, c = pool("p", 1), pool("p", 9), pool("g", 3)
+    d = np.full(64, 0x12345678, U32)
+    text = """
+      v_mad_mix_f32 v4, v1, v2, v3 op_sel:[1,0,0] op_sel_hi:[1,1,0]
+      v_mad_mixlo_f16 v5, v1, v2, v3 op_sel_hi:[1,1,0]
+      v_mad_mixhi_f16 v5, -v1, v2, v3 op_sel:[0,1,0] op_sel_hi:[1,1,0]
+      v_mad_mixlo_f16 v6, v1, v2, v3 op_sel_hi:[1,1,0]
+    """
+    text = text if arch == "none" else text.replace("v_mad_mix", "v_fma_mix") if _has_fma_mix(arch) else text
+    got, _, _ = run_snippet(arch, text, {1: a, 2: b, 3: c, 5: d, 6: d}, out=[4, 5, 6])
+    for k in range(64):
+        al, ah, bl, bh = (f16(int(x[k]) >> s) for x, s in ((a, 0), (a, 16), (b, 0), (b, 16)))
+        f = f32(int(c[k]))
+        assert same_float(got[4][k : k + 1], np.array([b32(fma_exact(ah, bl, f))], U32)).all()
+        with np.errstate(all="ignore"):
+            lo = np.array([np.float32(fma_exact(al, bl, f))]).astype(np.float16).view(np.uint16)
+            hi = np.array([np.float32(fma_exact(-al, bh, f))]).astype(np.float16).view(np.uint16)
+        assert same_float(got[5][k : k + 1].astype(np.uint16), lo).all()
+        assert same_float((got[5][k : k + 1] >> 16).astype(np.uint16), hi).all()
+        assert int(got[6][k]) >> 16 == 0x1234
+
+
+def _has_fma_mix(arch: str) -> bool:
+    from ci.cdna_sim.asmkit import module
+
+    try:
+        module("v_mad_mix_f32 v4, v1, v2, v3", arch)
+    except RuntimeError:
+        return True
+    return False

@@ -1,0 +1,8 @@
+"""Command line of the simulator; see cli.py."""
+
+import sys
+
+from .cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""The project's kernels on the simulated GPU: one small problem per (arch, layout, preset, head size)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from ci.cdna_sim.launcher import Launch, Mutate, simulated_launches
+from tests import store_checks
+from tests.cases import gaussian, layer_spec, reference, rel_l2, shuffled_tables
+from turboquant_rocm import BoundLayer, Decision, PagedCache, Target, bind, get_preset
+
+PRESETS = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
+LAYOUTS = ("soa", "aos")
+FILL = 0xCD
+TOLERANCE = 4e-3
+"""Relative error of a decode against fp64 attention over the dequantised cache; correct kernels reach 1.5e-3."""
+
+
+@dataclass
+class Problem:
+    """Inputs, and what the reference makes of them."""
+
+    bound: BoundLayer
+    key: torch.Tensor
+    value: torch.Tensor
+    query: torch.Tensor
+    slots: torch.Tensor
+    table: torch.Tensor
+    lens: torch.Tensor
+    cache: PagedCache
+    out: torch.Tensor
+    lse: torch.Tensor
+    sinks: torch.Tensor | None
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def empty_cache(self) -> PagedCache:
+        return self.bound.allocate(self.cache.num_blocks, "cpu", fill=FILL)
+
+
+@cache
+def problem(arch: str, layout: str, preset: str, head_size: int, splits: int = 2, hostile: bool = False,
+            **more: Any) -> Problem:  # fmt: skip
+    """A batch of three sequences; hostile: keys and values of every unpleasant kind (store only)."""
+    g = torch.Generator().manual_seed(11)
+    sinks = torch.randn(8, generator=g) if more.get("sinks") else None
+    layer = layer_spec(head_size, 2, 4, "bf16", **more)
+    decision = Decision(layer, Target("amd", arch), get_preset(preset), 16, f"triton_{layout}", layout)
+    bound = bind(decision, splits=splits)
+    exact = reference(layer, preset, layout, 16, torch.float64)
+    plain = reference(layer, preset, layout, 16)
+    lens = [37, 5, 64]
+    table, slots, blocks = shuffled_tables(lens, 16, g)
+    n = sum(lens)
+    if hostile:
+        key, value = (store_checks.mixed(n, 2, head_size, g, torch.bfloat16) for _ in range(2))
+    else:
+        key, value = (gaussian((n, 2, head_size), g, torch.bfloat16) for _ in range(2))
+    value = value + 0.5  # so that a lost zero point shows
+    query = gaussian((3, 8, head_size), g, torch.bfloat16)
+    cache_ = plain.allocate(blocks, "cpu", fill=FILL)
+    index = torch.cat(slots)
+    index[7] = -1  # padding: this token is not written ...
+    plain.store(key, value, cache_, index)
+    index2 = torch.cat(slots)[7:8]
+    plain.store(key[7:8] * 0.5, value[7:8], cache_, index2)  # ... but its slot holds something
+    seq = torch.tensor(lens, dtype=torch.int32)
+    out, lse = exact.decode(query, cache_, table, seq, sinks=sinks, return_lse=True)
+    deq = exact.dequantize(cache_, table, seq, dtype=torch.float64)
+    return Problem(bound, key, value, query, index, table, seq, cache_, out, lse, sinks, deq[0], deq[1])
+
+
+def store_differences(p: Problem, arch: str, mutate: Mutate | None = None, store: Any = None) -> dict[str, int]:
+    """Bytes that differ from the reference after a simulated store, by field."""
+    got = p.empty_cache()
+    want = p.empty_cache()
+    layer = reference(p.bound.decision.layer, p.bound.layout.preset.name, p.bound.layout.name, 16)
+    layer.store(p.key, p.value, want, p.slots)
+    with simulated_launches(arch, mutate=mutate):
+        if store is None:
+            p.bound.store(p.key, p.value, got, p.slots)
+        else:
+            store(p.key, p.value, got.data, p.slots)
+    return store_checks.differences(got, want, p.bound.layout)
+
+
+def decode_error(p: Problem, arch: str, mutate: Mutate | None = None) -> tuple[float, float, list[Launch]]:
+    """(worst relative error of a head, worst error of lse, launches) of a simulated decode."""
+    with simulated_launches(arch, mutate=mutate) as log:
+        out, lse = p.bound.decode(p.query, p.cache, p.table, p.lens, sinks=p.sinks, return_lse=True)
+    heads = [rel_l2(out[i, h], p.out[i, h]) for i in range(out.shape[0]) for h in range(out.shape[1])]
+    worst = max(h if h == h else 1e9 for h in heads)
+    d = (lse.double() - p.lse.double()).abs().max()
+    return worst, float(d) if d == d else 1e9, log
+
+
+def dequantize_error(p: Problem, arch: str, mutate: Mutate | None = None) -> float:
+    """Worst relative error of keys and values of a simulated dequantise."""
+    with simulated_launches(arch, mutate=mutate):
+        got = p.bound.dequantize(p.cache, p.table, p.lens, dtype=torch.float32)
+    return max(rel_l2(got[0], p.keys), rel_l2(got[1], p.values))

@@ -1,0 +1,76 @@
+"""Every Triton kernel of the project on both simulated GPUs: store bytes equal to the reference and to the golden
+vectors, decode within the tolerance of real devices, dequantise equal to the reference.
+
+The default list has head size 64; 128 and 256, hostile data and all golden caches are marked slow.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from .sim_helpers import ARCHS, triton
+
+pytest.importorskip("torch", reason="the launchers take torch tensors")
+
+from ci.cdna_sim.launcher import simulated_launches  # noqa: E402
+from tests import golden_data, store_checks  # noqa: E402
+
+from .project import (  # noqa: E402
+    LAYOUTS, PRESETS, TOLERANCE, decode_error, dequantize_error, problem, store_differences,
+)  # fmt: skip
+
+SIZES = [64, pytest.param(128, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("head_size", SIZES)
+def test_store_decode_dequantize(arch: str, layout: str, preset: str, head_size: int) -> None:
+    p = problem(arch, layout, preset, head_size)
+    assert store_differences(p, arch) == {}
+    worst, lse, log = decode_error(p, arch)
+    assert worst < TOLERANCE
+    assert lse < 2e-3
+    assert [x.name for x in log] == ["prepare_kernel", "decode_kernel", "reduce_kernel"]
+    assert dequantize_error(p, arch) < 1e-5
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("options", [{"window": 16}, {"window": 17}, {"sinks": True}, {"soft_cap": 20.0}],
+                         ids=["window16", "window17", "sinks", "soft_cap"])  # fmt: skip
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.slow
+def test_decode_options(arch: str, options: dict[str, Any], splits: int) -> None:
+    p = problem(arch, "soa", "turboquant_4bit_nc", 64, splits, **options)
+    worst, lse, _ = decode_error(p, arch)
+    assert worst < TOLERANCE
+    assert lse < 2e-3
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.slow
+def test_hostile_data(arch: str, layout: str, preset: str) -> None:
+    assert store_differences(problem(arch, layout, preset, 128, 2, True), arch) == {}
+
+
+GOLDEN = list(golden_data.cases())
+DEFAULT = [c for c in GOLDEN if c.head_size == 64 and c.block_size == 16]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "case", [c if c in DEFAULT else pytest.param(c, marks=pytest.mark.slow) for c in GOLDEN], ids=str
+)
+def test_store_equals_golden(arch: str, case: golden_data.GoldenCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(store_checks.ROWS, "cpu", 8)  # the device's tile
+    with simulated_launches(arch) as log:
+        store_checks.check_golden(case, "cpu")
+    assert log, "nothing was launched on the simulated GPU"
+
+
+_ = triton
