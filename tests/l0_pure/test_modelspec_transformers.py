@@ -111,7 +111,7 @@ def test_head_shapes_agree_with_the_config(model_type: str):
     except Exception as error:
         pytest.skip(f"transformers cannot say: {type(error).__name__}")
     exceptions = {
-        # Their sliding layers have KV heads of their own, which transformers' summary leaves out (see the models below).
+        # Their sliding layers have KV heads of their own, which the summary leaves out (see the models below).
         "mimo_v2_flash",
         "inkling_mm_model",
         "inkling_text",

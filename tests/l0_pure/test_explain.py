@@ -1,0 +1,739 @@
+"""Plans and their reports: pages, budgets, changes that help, four formats, exit codes, hostile input."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.update_reports import GOLDEN, SUPPORT, report, support_matrix
+from turboquant_rocm import LayerSpec, Policy, SpecError, load_model, make_layout, preset_names
+from turboquant_rocm.backends import backends, get_backend
+from turboquant_rocm.explain import FORMATS, main, run
+from turboquant_rocm.modelspec import bundled_models
+from turboquant_rocm.packages import Environment
+from turboquant_rocm.pages import PageGroup, unify
+from turboquant_rocm.planning import Question, Role, answer_question, plan, ranges
+from turboquant_rocm.presets import get_preset
+from turboquant_rocm.report.counterfactuals import changes
+from turboquant_rocm.spec import ModelSpec
+from turboquant_rocm.target import get_target
+
+AUTOMATIC = [b for b in backends() if b.automatic]
+NC4 = "turboquant_4bit_nc"
+ROOT = Path(__file__).parents[2]
+SCHEMA = json.loads((ROOT / "docs" / "explain_schema.json").read_text(encoding="utf-8"))
+VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+
+
+def ask(name: str, arch: str, **options: object):
+    return plan(load_model(name), get_target(arch), **{"policy": Policy(), **options})
+
+
+def explain(text: str) -> tuple[int, str, str]:
+    return run(shlex.split(text))
+
+
+def document(text: str) -> dict:
+    status, out, _ = explain(text + " --format json")
+    found = json.loads(out)
+    assert found["exit"] == status
+    VALIDATOR.validate(found)
+    return found
+
+
+# ---- what the issue promises ----------------------------------------------------------------------------
+
+
+def inner(doc: dict) -> dict:
+    (group,) = [g for g in doc["groups"] if g["role"] == "quantized"]
+    return group
+
+
+def test_qwen3_32b_gets_flydsl_on_its_inner_layers():
+    group = inner(document("qwen3-32b --target gfx950 --preset 4bit_nc --block-size 16"))
+    assert group["ranges"] == "2-61"
+    if get_backend("flydsl_gfx950").ready:
+        assert group["backend"] == "flydsl_gfx950"
+    else:  # declared, and shown where it would be; never what runs
+        assert group["planned"] == "flydsl_gfx950"
+        assert group["backend"] == "triton_soa"
+        _, text, _ = explain("qwen3-32b --target gfx950")
+        assert "flydsl_gfx950 (planned; until then triton_soa)" in text
+
+
+def test_llama_3_1_8b_does_not_and_says_gqa_ratio():
+    group = inner(document("llama-3.1-8b --target gfx950"))
+    assert group["backend"] == "triton_soa"
+    assert group["planned"] is None
+    (refused,) = group["refused"]
+    assert refused["backend"] == "flydsl_gfx950"
+    assert "gqa_ratio=4 (wants one of 6, 8, 16)" in [r["text"] for r in refused["reasons"]]
+
+
+def test_gpt_oss_says_head_size_sinks_and_window_at_once():
+    doc = document("gpt-oss-120b --target gfx950")
+    sliding = next(g for g in doc["groups"] if g["role"] == "quantized" and g["layer"]["kind"] == "sliding")
+    codes = {r["code"] for r in sliding["refused"][0]["reasons"]}
+    assert {"head_size", "sinks", "window"} <= codes
+
+
+def test_deepseek_is_refused_with_the_reason():
+    status, text, _ = explain("deepseek-v3 --target gfx942")
+    assert status == 1
+    assert text.count("kind=mla (wants one of full, sliding)") == len(AUTOMATIC)
+
+
+@pytest.mark.parametrize("name", bundled_models())
+def test_golden_reports(name: str):
+    stored = (GOLDEN / f"{name}.md").read_text(encoding="utf-8")
+    assert report(name) == stored, "read the difference, then run: python -m tests.update_reports"
+
+
+def test_golden_reports_are_of_bundled_models():
+    assert {path.stem for path in GOLDEN.glob("*.md")} == set(bundled_models())
+
+
+def test_support_matrix_is_not_stale():
+    assert SUPPORT.read_text(encoding="utf-8") == support_matrix(), "run: python -m tests.update_reports"
+
+
+# ---- changes that help ----------------------------------------------------------------------------------
+
+QUESTIONS = st.builds(
+    lambda name, arch, preset, block, tp, policy, missing: Question(
+        load_model(name),
+        get_target(arch),
+        get_preset(preset),
+        block,
+        tp=tp,
+        policy=policy,
+        environment=Environment().without("triton") if missing else Environment(),
+        protect=0,
+    ),
+    st.sampled_from(bundled_models()),
+    st.sampled_from(["gfx942", "gfx950", "sm_90", "gfx1100"]),
+    st.sampled_from(preset_names()),
+    st.sampled_from([16, 24, 32, 64, 528]),
+    st.sampled_from([1, 2]),
+    st.sampled_from(
+        [Policy(), Policy(deny={"triton_soa"}), Policy(layout="aos"), Policy(force="triton_aos")]
+    ),
+    st.booleans(),
+)
+
+
+@given(QUESTIONS)
+@settings(max_examples=60)
+def test_every_change_flips_the_decision_when_it_is_made(question: Question):
+    try:
+        before = answer_question(question)
+    except SpecError:
+        return  # a tp that does not divide
+    for group in before.groups:
+        for name in group.first.reasons:
+            for change in changes(question, group.first, name):
+                assert group.first.backend != name
+                after = answer_question(change.question).layers[group.first.layer.index]
+                assert after.backend == name == change.backend
+                assert after.layer.index == group.first.layer.index
+
+
+# (question, backend, the change that must come first)
+HELP = [
+    ("qwen3-32b --target gfx950 --block-size 64", "flydsl_gfx950", "--block-size 32"),
+    ("qwen3-32b --target gfx950 --preset k8v4", "flydsl_gfx950", "--preset"),
+    ("llama-3.1-8b --target gfx942 --deny triton_soa", "triton_soa", "without --deny"),
+    ("llama-3.1-8b --target gfx942 --block-size 24 --force triton_soa", "triton_soa", "--block-size 16"),
+    ("qwen3-32b --target gfx950 --dtype fp32 --force triton_soa", "triton_soa", "--dtype bf16"),
+    ("llama-3.1-8b --target gfx942 --force triton_aos", "triton_soa", None),
+]
+
+
+@pytest.mark.parametrize(("command", "name", "how"), HELP)
+def test_the_smallest_change(command: str, name: str, how: str | None):
+    doc = document(command)
+    group = next(g for g in doc["groups"] if g["role"] in ("quantized", "refused"))
+    refused = [r for r in group["refused"] if r["backend"] == name]
+    if how is None:
+        assert not refused  # a forced backend is asked alone
+        return
+    assert refused[0]["change"]["how"].startswith(how)
+
+
+def test_flags_that_are_suggested_work_on_the_command_line():
+    for command in (
+        "qwen3-32b --target gfx950 --block-size 64",
+        "smollm2-135m --target gfx942 --dtype fp32 --protect 0",
+    ):
+        doc = document(command)
+        for group in doc["groups"]:
+            for refused in group["refused"]:
+                for change in filter(None, [refused["change"], *refused["other_changes"]]):
+                    if not change["how"].startswith("--"):
+                        continue
+                    again = document(f"{command} {change['how']}")
+                    served = next(g for g in again["groups"] if group["layers"][0] in g["layers"])
+                    assert refused["backend"] in (served["backend"], served["planned"])
+
+
+def test_the_schema_is_one():
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+
+
+def test_a_change_of_preset_says_what_it_does_to_the_cache():
+    doc = document("qwen3-32b --target gfx950 --preset k8v4")
+    change = inner(doc)["refused"][0]["change"]
+    assert change["to"] == NC4
+    assert change["cache_bytes_ratio"] == pytest.approx(134 / 196, abs=1e-4)
+    assert change["text"].endswith("(cache -32%)")
+
+
+def test_padding_heads_is_found():
+    doc = document(f"{_odd_model()} --target gfx942 --protect 0")
+    (group,) = doc["groups"]
+    change = next(r for r in group["refused"] if r["backend"] == "triton_soa")["change"]
+    assert (change["kind"], change["from"], change["to"]) == ("pad_heads", 72, 80)
+    padded = document(f"{_odd_model()} --target gfx942 --protect 0 --pad-heads 80")
+    assert padded["groups"][0]["backend"] == "triton_soa"
+
+
+def _odd_model() -> str:
+    import tempfile
+
+    path = Path(tempfile.gettempdir()) / f"turboquant-odd-{os.getpid()}.yaml"
+    path.write_text("layers: [{count: 6, num_heads: 16, num_kv_heads: 4, head_size: 72}]")
+    return str(path)
+
+
+def test_environment_variables_are_named_as_the_change(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TURBOQUANT_ROCM_DENY", "triton_soa")
+    doc = document("llama-3.1-8b --target gfx942")
+    assert doc["policy"]["variables"] == ["TURBOQUANT_ROCM_DENY"]
+    refused = next(r for r in inner(doc)["refused"] if r["backend"] == "triton_soa")
+    assert refused["change"]["how"] == "unset TURBOQUANT_ROCM_DENY"
+
+
+def test_a_missing_package_is_named_as_the_change():
+    question = Question(
+        load_model("qwen3-32b"),
+        get_target("gfx950"),
+        get_preset(NC4),
+        policy=Policy(planned=True),
+        environment=Environment({"flydsl": "flydsl 0.4.2"}),
+    )
+    entry = answer_question(question).layers[5]
+    assert entry.backend == "triton_soa"
+    first = next(iter(changes(question, entry, "flydsl_gfx950")))
+    assert (first.kind, first.old, first.how) == ("package", "flydsl 0.4.2", "install flydsl>=0.5,<0.6")
+
+
+# ---- what a plan adds to the decisions ------------------------------------------------------------------
+
+
+def roles(answer) -> dict[Role, list[int]]:
+    found: dict[Role, list[int]] = {}
+    for entry in answer.layers:
+        found.setdefault(entry.role, []).append(entry.layer.index)
+    return found
+
+
+def test_boundary_protection():
+    assert roles(ask("llama-3.1-8b", "gfx942"))[Role.NATIVE] == [0, 1, 30, 31]
+    assert Role.NATIVE not in roles(ask("llama-3.1-8b", "gfx942", protect=0))
+    assert roles(ask("llama-3.1-8b", "gfx942", protect=1))[Role.NATIVE] == [0, 31]
+    hybrid = roles(ask("jamba-1.5-mini", "gfx942"))
+    assert Role.NATIVE not in hybrid
+    assert hybrid[Role.QUANTIZED] == [4, 12, 20, 28]
+    # Asked for, it counts the layers that have a cache.
+    assert roles(ask("jamba-1.5-mini", "gfx942", protect=1))[Role.NATIVE] == [4, 28]
+
+
+def test_boundary_protection_can_cover_everything_and_then_warns():
+    tiny = ModelSpec("tiny", tuple(LayerSpec(i, 8, 1, 128) for i in range(4)))
+    answer = plan(tiny, get_target("gfx942"), policy=Policy())
+    assert set(roles(answer)) == {Role.NATIVE}
+    assert "all_protected" in dict(answer.warnings)
+    assert answer.compression == 1
+
+
+def test_skipped_layers():
+    answer = ask("gpt-oss-120b", "gfx942", skip=["sliding", 3])
+    native = roles(answer)[Role.NATIVE]
+    assert 3 in native
+    assert set(range(0, 36, 2)) <= set(native)
+    doc = document("gpt-oss-120b --target gfx942 --skip-layers full,4-6,-1")
+    assert {"skipped on request", "boundary protection"} == {
+        g["reason"] for g in doc["groups"] if g["role"] == "native"
+    }
+
+
+def test_layers_that_share_a_cache_follow_its_owner():
+    layers = [LayerSpec(i, 8, 1, 128) for i in range(4)]
+    layers += [LayerSpec(4, 8, 1, 128, kv_shared_with=0), LayerSpec(5, 8, 1, 128, kv_shared_with=2)]
+    answer = plan(ModelSpec("shared", tuple(layers)), get_target("gfx942"), policy=Policy(), protect=1)
+    assert [entry.role for entry in answer.layers][4:] == [Role.NATIVE, Role.QUANTIZED]
+    assert "layer 0" in answer.layers[4].reason
+    assert answer.layers[5].block_bytes == 0
+    assert answer.layers[5].decision.layout == answer.layers[2].decision.layout
+    per_token = make_layout("soa", NC4, 128, 1, 16).bytes_per_token
+    assert answer.content_bytes_per_token == pytest.approx(2 * per_token + 2 * 512)
+
+
+def test_prefill_is_reported_apart():
+    answer = ask("gpt-oss-120b", "gfx950", protect=0)
+    entry = answer.layers[0]
+    assert entry.backend == "triton_soa"
+    assert entry.prefill.route == "triton_unified"
+    assert [str(r) for r in entry.prefill.refused["aiter_flash"]] == ["sinks=yes (wants none)"]
+    wide = ModelSpec("wide", tuple(LayerSpec(i, 8, 1, 512) for i in range(6)))
+    entry = plan(wide, get_target("sm_90"), policy=Policy()).layers[0]
+    assert "head_size=512 (wants 1 to 256)" in [str(r) for r in entry.prefill.refused["flash_attention_3"]]
+
+
+@pytest.mark.parametrize("name", bundled_models())
+@pytest.mark.parametrize("arch", ["gfx950", "gfx1100"])
+def test_bytes_are_those_of_the_layouts(name: str, arch: str):
+    answer = ask(name, arch)
+    total = 0.0
+    for entry in answer.layers:
+        layer = entry.layer
+        if entry.decision is not None:
+            layout = make_layout(
+                entry.decision.layout,
+                NC4,
+                layer.head_size,
+                layer.num_kv_heads,
+                16,
+                value_head_size=layer.value_size,
+            )
+            assert entry.block_bytes == layout.block_stride
+        total += entry.block_bytes / 16
+    assert answer.content_bytes_per_token == pytest.approx(total)
+    assert answer.bytes_per_token >= total - 1e-6
+    assert answer.pages.waste == pytest.approx(1 - total / answer.bytes_per_token if total else 0, abs=1e-9)
+
+
+def test_compression_over_the_whole_model():
+    # 60 layers at 134 bytes and 4 at 512, of 8 heads; pages of 16 native tokens hold 48 quantized ones.
+    answer = ask("qwen3-32b", "gfx942")
+    assert answer.native_bytes_per_token == 64 * 8 * 512
+    assert answer.content_bytes_per_token == 8 * (60 * 134 + 4 * 512)
+    assert answer.pages.rule == "padded"
+    assert answer.pages.blocks == (16, 48)
+    assert answer.bytes_per_token == pytest.approx(4 * 65536 / 16 + 60 * 65536 / 48)
+    assert answer.compression == pytest.approx(262144 / 98304)
+    alone = ask("qwen3-32b", "gfx942", protect=0)
+    assert alone.pages.rule == "equal"
+    assert alone.compression == pytest.approx(512 / 134)
+
+
+def test_page_suggestions_hold():
+    answer = ask("qwen3-32b", "gfx942")
+    native, soa = answer.pages.groups
+    assert answer.pages.suggestions
+    previous = answer.pages.waste
+    for suggestion in answer.pages.suggestions:
+        sizes = suggestion.block_sizes
+        page = max(sizes[0] * native.block_bytes / 16, sizes[1] * soa.block_bytes / 16)
+        total = 4 * page / sizes[0] + 60 * page / sizes[1]
+        assert suggestion.waste == pytest.approx(1 - answer.content_bytes_per_token / total)
+        assert suggestion.waste < previous
+        previous = suggestion.waste
+        assert set(suggestion.backends) == {"triton_soa"}
+
+
+def test_the_servers_page_rule():
+    def pages(*sizes: int):
+        groups = [PageGroup(str(i), (i,), 16, size) for i, size in enumerate(sizes)]
+        return unify(groups, lambda _: [])
+
+    assert pages().rule == "none"
+    assert pages(100, 100).rule == "equal"
+    divisible = pages(100, 400)
+    assert (divisible.rule, divisible.blocks, divisible.waste) == ("divisible", (64, 16), 0)
+    padded = pages(300, 400)
+    assert (padded.rule, padded.page_bytes, padded.blocks) == ("padded", 400, (16, 16))
+    assert padded.waste == pytest.approx(1 / 8)
+    (best,) = [s for s in padded.suggestions if s.waste == 0]
+    assert best.block_sizes == (64, 48)
+
+
+def test_memory_budget():
+    small = ask("qwen3-32b", "gfx942", memory_gib=192, weights_gib=61)
+    free = (192 - 61) * 2**30
+    assert small.tokens == int((free - small.workspace_bytes) / small.bytes_per_token)
+    assert small.native_tokens == int(free / 262144)
+    assert small.tokens > 2.5 * small.native_tokens
+    halved = ask("qwen3-32b", "gfx942", memory_gib=192, weights_gib=61, tp=2)
+    assert halved.native_tokens == int((192 - 30.5) * 2**30 / 131072)
+    doc = document("qwen3-32b --target gfx942 --memory 192GiB --weights 61GiB")
+    assert doc["bytes"]["tokens"] == small.tokens
+    with pytest.raises(SpecError, match="memory"):
+        ask("qwen3-32b", "gfx942", memory_gib=60)
+
+
+def test_workspace_bound():
+    layer = LayerSpec(0, 64, 8, 128)
+    backend = get_backend("triton_soa")
+    assert backend.workspace_bytes(layer, 1, 304) == backend.max_splits * 64 * 130 * 4
+    assert backend.workspace_bytes(layer, 256, 304) < 2 * 16 * 304 / 8 * 64 * 130 * 4
+    assert get_backend("torch_reference").workspace_bytes(layer, 256, 304) == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("qwen3-32b --target sm_80 --preset k8v4", "emulated_fp8"),
+        ("qwen3-32b --target gfx1100 --preset k8v4", "emulated_fp8"),
+        ("qwen3-32b --target gfx942 --preset k8v4", "fp8_format"),
+        ("jamba-1.5-mini --target gfx942", "few_full_layers"),
+        ("gemma-3-27b --target gfx942", "few_full_layers"),
+        ("qwen3-next-80b-a3b --target gfx942", "hybrid_pages"),
+        ("smollm2-135m --target gfx942 --preset 3bit_nc", "small_heads"),
+        ("qwen3-4b --target gfx942 --protect 0", "unprotected_ends"),
+        ("qwen3-4b --target gfx942", "warmup"),
+        ("qwen3-4b --target gfx942", "assumed"),
+        ("qwen2.5-7b --target gfx942", "model"),
+    ],
+)
+def test_warnings(command: str, code: str):
+    assert code in [w["code"] for w in document(command)["warnings"]]
+
+
+def test_warnings_are_not_raised_for_nothing():
+    quiet = {w["code"] for w in document("qwen3-4b --target sm_90 --preset k8v4")["warnings"]}
+    assert quiet == {"padding", "warmup", "assumed"}
+
+
+@pytest.mark.parametrize(
+    ("indices", "text"),
+    [
+        ([], ""),
+        ([3], "3"),
+        ([0, 1], "0-1"),
+        ([0, 2], "0, 2"),
+        ([0, 2, 4], "0-4 step 2"),
+        ([0, 1, 2, 5, 9, 13, 14], "0-2, 5-13 step 4, 14"),
+    ],
+)
+def test_ranges(indices: list[int], text: str):
+    assert ranges(indices) == text
+
+
+# ---- formats --------------------------------------------------------------------------------------------
+
+KINDS = {
+    "plan": "gemma-3-27b --target gfx950",
+    "refused": "deepseek-v3 --target gfx942",
+    "hybrid": "jamba-1.5-mini --target sm_90 --memory 192GiB",
+    "policy": "qwen3-32b --target gfx942 --force triton_aos --expect triton_aos",
+    "one-model": "qwen3-32b --all-targets",
+    "matrix": "--all-targets",
+    "support": "",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_document_in_every_format(kind: str, form: str):
+    _, out, _ = explain(f"{KINDS[kind]} --format {form}")
+    if form == "json":
+        VALIDATOR.validate(json.loads(out))
+    elif form == "html":
+        assert out.startswith("<!doctype html>")
+        assert "http" not in out
+        assert "<script" not in out
+    asked = {"plan": ("flydsl_gfx950", "triton_soa"), "hybrid": ("triton_soa",), "policy": ("triton_aos",)}
+    for name in asked.get(
+        kind, ("triton_soa", "triton_aos") if "targets" in KINDS[kind] else [b.name for b in AUTOMATIC]
+    ):
+        assert name in out
+
+
+def test_formats_say_the_same():
+    doc = document("gpt-oss-120b --target gfx950")
+    texts = [
+        explain(f"gpt-oss-120b --target gfx950 --format {form} --width 400")[1]
+        for form in ("table", "markdown", "html")
+    ]
+    for group in doc["groups"]:
+        for refused in group["refused"]:
+            for reason in refused["reasons"]:
+                assert all(reason["text"] in text for text in texts)
+
+
+@pytest.mark.parametrize("name", bundled_models())
+def test_bundled_models_against_the_schema(name: str):
+    for arch in ("gfx950", "gfx1100", "cpu"):
+        document(f"{name} --target {arch}")
+
+
+def test_markup_in_names_stays_text(tmp_path: Path):
+    path = tmp_path / "x.yaml"
+    path.write_text(
+        "name: '<b>|`x`[red]'\nlayers: [{count: 6, num_heads: 8, num_kv_heads: 1, head_size: 128}]\n"
+    )
+    for form in FORMATS:
+        _, out, _ = explain(f"{path} --target gfx942 --format {form}")
+        assert ("&lt;b&gt;" if form == "html" else "`x`[red]") in out
+        if form in ("html", "markdown"):
+            assert "<b>" not in out
+
+
+def test_output_file(tmp_path: Path):
+    file = tmp_path / "report.html"
+    status, out, _ = explain(f"qwen3-32b --target gfx942 --format html --output {file}")
+    assert (status, out) == (0, "")
+    assert file.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+# ---- exit codes and hostile input -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        ("qwen3-32b --target gfx942", 0),
+        ("qwen3-32b --target gfx942 --expect triton_soa", 0),
+        ("jamba-1.5-mini --target gfx942 --expect triton_soa", 0),
+        ("qwen3-32b --target gfx942 --expect triton_aos", 2),
+        ("qwen3-32b --target gfx1100 --expect triton_soa", 2),
+        ("qwen3-32b --target gfx942 --protect 40 --expect triton_soa", 2),
+        ("deepseek-v3 --target gfx942", 1),
+        ("llama-4-scout --target gfx942", 1),
+        ("qwen3-32b --target cpu", 1),
+        ("qwen3-32b --target cpu --force torch_reference", 0),
+        ("qwen3-32b --target gfx942 --force flydsl_gfx950", 1),
+        ("--all-targets", 0),
+        ("deepseek-v3 --all-targets", 0),
+        ("", 0),
+    ],
+)
+def test_exit_status(command: str, status: int, capsys: pytest.CaptureFixture):
+    assert main(shlex.split(command)) == status
+    captured = capsys.readouterr()
+    assert captured.out
+    assert bool(captured.err) == (status == 2)
+
+
+def test_a_planned_backend_does_not_meet_an_expectation():
+    if get_backend("flydsl_gfx950").ready:
+        pytest.skip("no backend is planned")
+    status, _, notes = explain("qwen3-32b --target gfx950 --expect flydsl_gfx950")
+    assert status == 2
+    assert "60 layers" in notes
+
+
+def config(**changes: object) -> str:
+    base = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8}
+    return json.dumps({k: v for k, v in {**base, **changes}.items() if v is not None})
+
+
+HOSTILE = {
+    "missing fields": (config(num_attention_heads=None), "", "num_attention_heads"),
+    "strings for numbers": (config(num_hidden_layers="6"), "", "num_hidden_layers"),
+    "heads not divisible": (config(num_key_value_heads=3), "", "num_attention_heads"),
+    "hidden not divisible": (config(num_attention_heads=7), "", "hidden_size"),
+    "no layers": (config(num_hidden_layers=0), "", "num_hidden_layers"),
+    "auto heads": (config(num_key_value_heads="auto"), "", "num_key_value_heads"),
+    "50 MB": (" " * (50 << 20), "", "model"),
+    "no JSON": ("{", "", "model.json"),
+    "no mapping": ("[]", "", "model"),
+    "unknown preset": (config(), "--preset 5bit", "preset"),
+    "auto preset": (config(), "--preset auto", "preset"),
+    "block size 17": (config(), "--block-size 17", "block_size"),
+    "block size auto": (config(), "--block-size auto", "block_size"),
+    "block size 0": (config(), "--block-size 0", "block_size"),
+    "block size huge": (config(), "--block-size 99999999999999999999", "block_size"),
+    "tp auto": (config(), "--tp auto", "tp"),
+    "tp 3": (config(), "--tp 3", "tp"),
+    "tp 0": (config(), "--tp 0", "tp"),
+    "unknown target": (config(), "--target mi300", "target"),
+    "auto target": (config(), "--target auto", "target"),
+    "unknown backend": (config(), "--force magic", "backend"),
+    "unknown denied": (config(), "--deny magic", "backend"),
+    "unknown expected": (config(), "--expect magic", "backend"),
+    "unknown policy": (config(), "--policy magic", "policy"),
+    "memory without unit": (config(), "--memory lots", "memory"),
+    "memory negative": (config(), "--memory=-3GiB", "memory"),
+    "memory below weights": (config(), "--memory 1GiB --weights 2GiB", "memory"),
+    "weights": (config(), "--memory 9GiB --weights none", "weights"),
+    "skip beyond": (config(), "--skip-layers 6", "skip_layers"),
+    "skip words": (config(), "--skip-layers first", "skip_layers"),
+    "protect": (config(), "--protect some", "protect"),
+    "pad": (config(), "--pad-heads 9999", "pad_heads"),
+    "dtype": (config(), "--dtype int8", "dtype"),
+    "format": (config(), "--format pdf", "format"),
+    "width": (config(), "--width 3", "width"),
+    "rows": (config(), "--rows 0", "rows"),
+    "unknown flag": (config(), "--magic", "--magic"),
+    "two targets": (config(), "--all-targets", "--all-targets"),
+    "output": (config(), "--output /no/such/folder/x", "--output"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_input_exits_3_and_names_the_field(name: str, tmp_path: Path, capsys: pytest.CaptureFixture):
+    content, flags, field = HOSTILE[name]
+    file = tmp_path / "model.json"
+    file.write_text(content)
+    target = "" if "--target" in flags else "--target gfx942"
+    try:
+        status = main([str(file), *shlex.split(f"{target} {flags}")])
+    except SystemExit as ended:
+        status = ended.code
+    captured = capsys.readouterr()
+    assert status == 3
+    assert field in captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "no-such-model --target gfx942",
+        "--target gfx942",
+        "--expect triton_soa",
+        "--all-targets --memory 9GiB",
+    ],
+)
+def test_hostile_commands(command: str, capsys: pytest.CaptureFixture):
+    assert main(shlex.split(command)) == 3
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                "--target",
+                "--preset",
+                "--block-size",
+                "--tp",
+                "--force",
+                "--memory",
+                "--skip-layers",
+                "--format",
+            ]
+        )
+        | st.text(max_size=6),
+        max_size=6,
+    )
+)
+@settings(max_examples=150)
+def test_no_command_line_gives_a_traceback(words: list[str]):
+    words = [w for w in words if w != "--output"]
+    try:
+        status, _, _ = run(["qwen3-4b", *words])
+    except SpecError:
+        return
+    except SystemExit as ended:
+        status = ended.code  # of argparse: --help, or bad input
+    assert status in (0, 1, 2, 3)
+
+
+# ---- as a process ---------------------------------------------------------------------------------------
+
+
+def spawn(arguments: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, check=False, cwd=ROOT, **options
+    )
+
+
+def test_the_command_as_users_run_it():
+    done = spawn(["-m", "turboquant_rocm.explain", "qwen3-32b", "--target", "gfx950"])
+    assert done.returncode == 0
+    assert "2-61" in done.stdout
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("arguments", [["qwen3-32b", "--target", "gfx950"], ["--all-targets"], []])
+def test_explain_imports_no_framework(arguments: list[str]):
+    code = (
+        "import sys\nfrom turboquant_rocm.explain import run\n"
+        f"run({arguments!r})\n"
+        "print(sorted({'torch', 'triton', 'flydsl', 'transformers'} & set(sys.modules)))"
+    )
+    assert spawn(["-c", code]).stdout.strip() == "[]"
+
+
+def test_an_80_layer_model_takes_less_than_half_a_second():
+    """CPU time of the whole process: wall time would measure who else uses the machine."""
+    import resource
+
+    best = float("inf")
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = spawn(
+            ["-m", "turboquant_rocm.explain", "llama-3.1-70b", "--target", "gfx950", "--format", "json"]
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert done.returncode == 0
+        best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert best < 0.5
+
+
+def test_a_closed_pipe_is_no_error():
+    shell = f"{shlex.quote(sys.executable)} -m turboquant_rocm.explain --all-targets | head -1"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", shell], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_env(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("torch")
+    monkeypatch.setenv("TRITON_HIP_USE_ASYNC_COPY", "1")
+    doc = document("--env")
+    assert [p["import"] for p in doc["packages"]] == ["triton", "torch", "flydsl"]
+    values = {v["name"]: v["value"] for v in doc["variables"]}
+    assert values["TRITON_HIP_USE_ASYNC_COPY"] == "1"
+    assert "TURBOQUANT_ROCM_FORCE" in values
+    _, text, _ = explain("--env")
+    assert "owned by" in text
+    both = document("qwen3-4b --target gfx942 --env")
+    assert both["environment"]["python"]
+    for form in ("table", "markdown", "html"):
+        assert "TRITON_HIP_USE_ASYNC_COPY" in explain(f"qwen3-4b --target gfx942 --env --format {form}")[1]
+
+
+def test_env_names_every_owner_of_triton(monkeypatch: pytest.MonkeyPatch):
+    import importlib.metadata
+
+    found = {"triton": "3.9.0", "pytorch-triton-rocm": "3.6.0"}
+
+    def version(name: str) -> str:
+        if name in found:
+            return found[name]
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    doc = document("--env")
+    triton = doc["packages"][0]
+    assert triton["owners"] == found
+    assert triton["conflict"]
+    assert "uninstall all but one" in explain("--env")[1]
+
+
+def test_local_target_probes(monkeypatch: pytest.MonkeyPatch):
+    from turboquant_rocm import packages, target
+
+    here = replace(get_target("gfx950"), local=True)
+    monkeypatch.setattr(target, "detect", lambda: here)
+    monkeypatch.setattr(packages, "probe", lambda name, *_: "not installed" if name == "flydsl" else None)
+    group = inner(document("qwen3-32b --target local"))
+    codes = [r["code"] for r in group["refused"][0]["reasons"]]
+    assert "package" in codes
+    assert group["refused"][0]["change"]["how"] == "install flydsl>=0.5,<0.6"
