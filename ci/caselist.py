@@ -29,8 +29,8 @@ FILL: Final = 0xCD
 """Every byte of a cache before its store: a byte that nobody writes must keep it."""
 TORCH_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-PLAIN_LENS: Final = (1, 33, 0, 150)
-"""A single token, a block edge crossed by one, an empty sequence, several splits' worth."""
+PLAIN_LENS: Final = (1, 33, 0, 70)
+"""A single token, a block edge crossed by one, an empty sequence, several tiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,7 @@ _FEATURES: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("gqa16", {"gqa_ratio": 16, "num_kv_heads": 1}),
     ("queries", {"query_lens": (1, 4, 0, 5)}),
     ("splits", {"splits": 3}),
-    ("splits-sinks", {"splits": 3, "layer": (("sinks", True), ("window", 70)), "query_lens": (1, 2, 0, 3)}),
+    ("splits-sinks", {"splits": 3, "layer": (("sinks", True), ("window", 50)), "query_lens": (1, 2, 0, 3)}),
 )
 
 

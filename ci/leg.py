@@ -20,6 +20,7 @@ import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -175,7 +176,24 @@ def _cases(
         )
         for i, out in enumerate(outs)
     ]  # fmt: skip
-    problems = []
+    problems: list[str] = []
+    try:
+        _wait(running, problems)
+    finally:
+        for process in running:
+            process.kill()
+    found: dict[str, Any] = {"device": {}, "cases": []}
+    for out in outs:
+        if out.with_suffix(".json").exists():
+            shard = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
+            found["device"] = shard["device"]
+            found["cases"] += shard["cases"]
+    found["cases"].sort(key=lambda r: (r["id"], r["backend"]))
+    return found, problems
+
+
+def _wait(running: Sequence[subprocess.Popen[str]], problems: list[str]) -> None:
+    """Wait for the shards; print what they say about cases that are not ok, and note which shard died."""
     for i, process in enumerate(running):
         try:
             output, _ = process.communicate(timeout=CASE_SECONDS)
@@ -192,14 +210,6 @@ def _cases(
             problems.append(
                 f"shard {i} of the cases died with {process.returncode}; its last line: {last[0]}"
             )
-    found: dict[str, Any] = {"device": {}, "cases": []}
-    for out in outs:
-        if out.with_suffix(".json").exists():
-            shard = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
-            found["device"] = shard["device"]
-            found["cases"] += shard["cases"]
-    found["cases"].sort(key=lambda r: (r["id"], r["backend"]))
-    return found, problems
 
 
 def _merge_npz(folder: Path, suffix: str, target: Path) -> None:
@@ -290,6 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     leg = legs[args.leg]
     if args.repeats < 0:
         args.repeats = {"device": 9, "reference": 2}.get(leg.mode, 0)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the shards are ended too
     args.out.mkdir(parents=True, exist_ok=True)
     start = time.time()
     result: dict[str, Any] = {
@@ -318,6 +329,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _merge_npz(folder, ".npz", args.out / f"{leg.name}.npz")
             _merge_npz(folder, ".bytes.npz", args.out / f"{leg.name}.bytes.npz")
             result["cases_seconds"] = round(time.time() - start, 1)
+            result["cases_cpu_seconds"] = round(sum(r.get("cpu_s", 0.0) for r in found["cases"]), 1)
         if not args.no_tests:
             began = time.time()
             report, code = _pytest(leg, sys.executable, args.jobs, args.long, folder)

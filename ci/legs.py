@@ -45,8 +45,8 @@ class Leg:
     run on it, a number that at least so many cases must (for backends with a narrow profile, whose refusals are
     then recorded). tests: paths given to pytest. deselect: tests with this in their name are another leg's.
     require_in_tests: pytest is told to require the backends too (for tests with the `backend` fixture). may_skip: the
-    only skips that are no failures. vendor, arches: what the device must be. environment: set before anything is imported.
-    runner: GitHub runner labels; "self-hosted" among them makes it a hardware leg.
+    only skips that are no failures. vendor, arches: what the device must be. environment: set before anything is
+    imported. runner: GitHub runner labels; "self-hosted" among them makes it a hardware leg.
     """
 
     name: str

@@ -97,7 +97,7 @@ class Runner:
     def run(self, case: Case, backend: str) -> Record:
         """The record of one case on one backend: status ok, failed or refused, and what was measured."""
         record: Record = {"id": case.id, "kind": case.kind, "backend": backend, "status": "ok"}
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         try:
             bound = self.mode.bind(case.spec, case.preset, case.block_size, case.layout, backend, case.splits)
         except IneligibleError as error:
@@ -123,8 +123,11 @@ class Runner:
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(last.filename).name}:{last.lineno}"
-            record.update(status="failed", why=f"{type(error).__name__} at {where}: {error}"[:600])
+            record.update(
+                status="failed", why=" ".join(f"{type(error).__name__} at {where}: {error}".split())[:600]
+            )
         record["wall_s"] = round(time.perf_counter() - start, 4)
+        record["cpu_s"] = round(time.process_time() - cpu, 4)
         return record
 
     def _here(self, tensor: torch.Tensor | None) -> Any:
