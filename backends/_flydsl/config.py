@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ...layouts import Layout
 
-__all__ = ["COLUMNS", "DIM", "TILE", "DecodeConfig"]
+__all__ = ["COLUMNS", "DIM", "TILE", "DecodeConfig", "RowConfig"]
 
 DIM = 128  # head size of keys and values
 TILE = 32  # tokens per step of a wave
@@ -83,3 +83,19 @@ class DecodeConfig:
     def tokens_per_group(self) -> int:
         """Query tokens whose heads share the columns of one wave."""
         return max(1, COLUMNS // self.gqa) if self.multi else 1
+
+
+@dataclass(frozen=True, slots=True)
+class RowConfig:
+    """One specialisation of the kernels that work row by row: query preparation and the reduction.
+
+    dtype: of the query and the output, bf16, fp16 or fp32. multi: rows past query_start_loc[B] are padding. sinks: a
+    logit per head joins the denominator. lse: it is written.
+    """
+
+    arch: str
+    num_heads: int
+    dtype: str
+    multi: bool = False
+    sinks: bool = False
+    lse: bool = False

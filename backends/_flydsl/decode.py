@@ -30,7 +30,7 @@ START = -(2.0**100)  # reference before the first tile
 TINY = 2.0**-24  # smallest fp16 above zero
 NEG_INF = float("-inf")
 
-MERGE_PITCH = 68  # floats per column in the merge buffer: 64 dims and a pad that spreads the banks
+MERGE_PITCH = 36  # floats per column in the merge buffer: 32 dims and a pad that spreads the banks
 
 
 def _scores(cfg: DecodeConfig, words: fx.Vector, q: Any, tables: Any) -> list:
@@ -98,16 +98,10 @@ def _weights(logits: list, meta: list, total: fx.Vector, shift: Any, zero: Any) 
     return words, total, shift
 
 
-def _unmasked(cfg: DecodeConfig, scores: list, seen: list, meta: list, reference: Any) -> list:
-    """Logits again, minus another reference; -inf where they were."""
-    fresh = _logits(cfg, scores, _norms(meta), reference)
-    return [e.select(s, x, F32(NEG_INF)) for s, x in zip(seen, fresh, strict=True)]
-
-
-def _raised(cfg: DecodeConfig, scores: list, seen: list, meta: list, reference: Any) -> Any:
+def _raised(logits: list, meta: list, reference: Any) -> Any:
     """A reference that keeps every p' of this tile at 2**-HEADROOM or below; never lower than before."""
     peak = F32(START)
-    for x, s in zip(_unmasked(cfg, scores, seen, meta, F32(0.0)), _scales(meta), strict=True):
+    for x, s in zip(logits, _scales(meta), strict=True):
         peak = fx.arith.maxnumf(peak, x + e.log2(fx.arith.maxnumf(s.to(F32), F32(TINY))))
     return fx.arith.maxnumf(reference, _column_max(peak) + F32(HEADROOM))
 
@@ -209,9 +203,8 @@ class _Cache:
         return [e.load(r, at, 1, data + I32(j * stride))[0] for r, data, _ in subtiles for j in range(4)]
 
 
-def _masked(tile: Any, g: Any, low: Any, high: Any, logits: list, meta: list) -> tuple[list, list]:
-    """Logits to -inf and meta fields to zero for tokens outside [low, high) of the lane's column."""
-    start = tile * I32(TILE) + g * I32(4)
+def _masked(start: Any, low: Any, high: Any, logits: list, meta: list) -> tuple[list, list]:
+    """Logits to -inf and meta fields to zero for tokens outside [low, high). start: the lane's first token."""
     up, down = high - start, low - start
     seen = []
     for k in range(8):
@@ -355,22 +348,26 @@ def make_decode(cfg: DecodeConfig) -> Any:
             ahead = entries_of(following + I32(waves), last_block)
 
             raw = _scores(cfg, keys[0], q, tables) + _scores(cfg, keys[1], q, tables)
-            keys = load_keys(upcoming)
             scores = _scaled(raw, q)
             logits = _logits(cfg, scores, _norms(meta), reference)
             if fx.arith.cmpi(fx.arith.CmpIPredicate.uge, tile - full_begin, full_count):
-                logits, meta = _masked(tile, g, low, ends, logits, meta)
+                logits, meta = _masked(tile * I32(TILE) + g * I32(4), low, ends, logits, meta)
             weights, new_total, new_shift = _weights(logits, meta, total, shift, zero)
+            new_shift = e.pinned(new_shift)  # before the branch, so that p need not outlive it
+            e.fence()
+            keys = load_keys(upcoming)
             flags = (weights[0] | weights[1] | weights[2] | weights[3]) & e.i32(REACHED_TWO)
             grown = new_total[0] + new_total[1] > F32(2.0**100)
             if e.any_lane((flags != I32(0)) | grown):
-                seen = [x > F32(NEG_INF) for x in logits]
-                raised = _raised(cfg, scores, seen, meta, reference)
+                fresh = _logits(cfg, scores, _norms(meta), F32(0.0))
+                start = e.hidden(tile * I32(TILE) + g * I32(4))  # else the comparisons would move out of the branch
+                fresh, meta = _masked(start, low, ends, fresh, meta)
+                raised = _raised(fresh, meta, reference)
                 factor = e.exp2(reference - raised)
                 acc = [x * e.vec([factor] * 4, F32) for x in acc]
                 total, shift = total * e.vec([factor] * 2, F32), shift * factor
                 reference = raised
-                logits = _unmasked(cfg, scores, seen, meta, raised)
+                logits = [x - raised for x in fresh]
                 weights, new_total, new_shift = _weights(logits, meta, total, shift, zero)
             total, shift = new_total, new_shift
             e.fence()
@@ -387,7 +384,6 @@ def make_decode(cfg: DecodeConfig) -> Any:
         (lds_sums + place * I32(2)).store(e.vec([reference, total_sum], F32))
         gpu.barrier()
         top, whole, factor = _merge_sums(waves, lds_sums, c, reference)
-        results = _results(acc, shift, factor)
 
         first_out = (first_row + first_token) * I32(hq) + head * I32(gqa)
         part = e.descriptor(
@@ -401,12 +397,12 @@ def make_decode(cfg: DecodeConfig) -> Any:
         writes = (c < tokens * I32(gqa)) & (thread < I32(COLUMNS))
         at = (_out_row(cfg, c) * splits + split) * I32(4)
         e.store(sums, e.select(writes, at, I32(-1)), e.vec([lse], F32))
-        for half in fx.range_constexpr(2):
-            if fx.const_expr(half == 1):
+        for quarter in fx.range_constexpr(4):
+            if fx.const_expr(quarter > 0):
                 gpu.barrier()
-            _write_rows(rows_at, place, g, results, half)
+            _write_rows(rows_at, place, g, _results(acc, shift, factor, quarter))
             gpu.barrier()
-            _emit_rows(cfg, rows_at, thread, tokens, part, splits, split, half)
+            _emit_rows(cfg, rows_at, thread, tokens, part, splits, split, quarter)
 
     @flyc.jit
     def launch(
@@ -447,22 +443,20 @@ def _merge_sums(waves: int, sums: Any, c: Any, reference: Any) -> tuple[Any, Any
     return top, whole, factor
 
 
-def _results(acc: list, shift: Any, factor: Any) -> list:
-    """This wave's share of output dims 32 g + 8 j + n, at [8 j + n]."""
+def _results(acc: list, shift: Any, factor: Any, quarter: int) -> list:
+    """This wave's share of output dims 32 g + 8 quarter + n, n = 0 .. 7."""
     low, high, added = factor * F32(2.0**24), factor * F32(2.0**20), shift * factor
     out = []
-    for j in range(4):
-        for byte in range(4):
-            both, upper = acc[2 * byte][j], acc[2 * byte + 1][j]
-            out += [e.fma(both - upper, low, added), e.fma(upper, high, added)]
+    for byte in range(4):
+        both, upper = acc[2 * byte][quarter], acc[2 * byte + 1][quarter]
+        out += [e.fma(both - upper, low, added), e.fma(upper, high, added)]
     return out
 
 
-def _write_rows(rows: Any, place: Any, g: Any, results: list, half: int) -> None:
-    """Dims 32 g + 8 j + 4 half .. + 3 of the lane's column to position 16 g + 4 j of its row in LDS."""
-    for j in range(4):
-        at = place * I32(MERGE_PITCH) + g * I32(16) + I32(4 * j)
-        (rows + at).store(e.vec(results[8 * j + 4 * half : 8 * j + 4 * half + 4], F32))
+def _write_rows(rows: Any, place: Any, g: Any, results: list) -> None:
+    """Eight dims of the lane's column to positions 8 g .. of its row in LDS."""
+    for k in (0, 4):
+        (rows + (place * I32(MERGE_PITCH) + g * I32(8) + I32(k))).store(e.vec(results[k : k + 4], F32))
 
 
 def _out_row(cfg: DecodeConfig, column: Any) -> Any:
@@ -472,18 +466,18 @@ def _out_row(cfg: DecodeConfig, column: Any) -> Any:
 
 
 def _emit_rows(
-    cfg: DecodeConfig, rows: Any, thread: Any, tokens: Any, part: Any, splits: Any, split: Any, half: int
+    cfg: DecodeConfig, rows: Any, thread: Any, tokens: Any, part: Any, splits: Any, split: Any, quarter: int
 ) -> None:
     """Sum the waves' shares, four dims per thread, and store them."""
-    threads = 64 * cfg.waves
-    for start in range(0, 16 * COLUMNS, threads):
+    for start in range(0, 8 * COLUMNS, 64 * cfg.waves):
         unit = thread + I32(start)
-        column, quad = e.shr(unit, 4), unit & I32(15)
+        column, quad = e.shr(unit, 3) & I32(COLUMNS - 1), unit & I32(7)
         total = None
         for w in range(cfg.waves):
             at = (I32(w * COLUMNS) + column) * I32(MERGE_PITCH) + quad * I32(4)
             share = fx.Vector((rows + at).load(T.f32x4), (4,), F32)
             total = share if total is None else total + share
-        dim = e.shr(quad, 2) * I32(32) + (quad & I32(3)) * I32(8) + I32(4 * half)
+        dim = e.shr(quad, 1) * I32(32) + (quad & I32(1)) * I32(4) + I32(8 * quarter)
         at = (_out_row(cfg, column) * splits + split) * I32(4 * DIM) + dim * I32(4)
-        e.store(part, e.select(column < tokens * I32(cfg.gqa), at, I32(-1)), total)
+        mine = (column < tokens * I32(cfg.gqa)) & (unit < I32(8 * COLUMNS))
+        e.store(part, e.select(mine, at, I32(-1)), total)

@@ -65,7 +65,12 @@ def hidden_zero() -> fx.Float32:
 
 def hidden(x: fx.Int32) -> fx.Int32:
     """``x``, of which the compiler knows nothing: sums with constants stay where they fit into an instruction."""
-    return I32(llvm.inline_asm(T.i32, [x.ir_value()], "", "=v,0", has_side_effects=False))
+    return I32(llvm.inline_asm(T.i32, [I32(x).ir_value()], "", "=v,0", has_side_effects=False))
+
+
+def pinned(x: fx.Float32) -> fx.Float32:
+    """``x``, computed here and not later."""
+    return F32(llvm.inline_asm(T.f32, [x.ir_value()], "", "=v,0", has_side_effects=True))
 
 
 def uniform(x: fx.Int32) -> fx.Int32:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .config import DecodeConfig
+from . import config as configs
 
 __all__ = ["CompileError", "Compiled", "compile_offline"]
 
@@ -61,6 +61,13 @@ class Compiled:
         return min(8, 512 // (-(-registers // 8) * 8))
 
 
+def _root() -> str:
+    """The folder that the package is imported from."""
+    top = sys.modules[__name__.partition(".")[0]]
+    assert top.__file__ is not None
+    return str(Path(top.__file__).parents[1])
+
+
 def _toolchain(folder: Path) -> str:
     """A ROCm root with a linker: the machine's own, or one made in ``folder``."""
     own = os.environ.get("ROCM_PATH", "/opt/rocm")
@@ -77,7 +84,7 @@ def compile_offline(kind: str, config: Any, arch: str) -> Compiled:
     """The machine code of kernel ``kind`` (decode, prepare, reduce) for ``arch``; CompileError with the reason."""
     with tempfile.TemporaryDirectory(prefix="flydsl") as name:
         folder = Path(name)
-        request = {"kind": kind, "config": dataclasses.asdict(config)}
+        request = {"kind": kind, "type": type(config).__name__, "config": dataclasses.asdict(config)}
         env = {
             **os.environ,
             "FLYDSL_GPU_ARCH": arch,
@@ -86,6 +93,7 @@ def compile_offline(kind: str, config: Any, arch: str) -> Compiled:
             "FLYDSL_DUMP_DIR": str(folder / "dump"),
             "COMPILE_ONLY": "1",
             "ROCM_PATH": _toolchain(folder / "rocm"),
+            "PYTHONPATH": os.pathsep.join([_root(), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
         try:
             run = subprocess.run(
@@ -131,7 +139,7 @@ def _main() -> None:
     request, target = json.loads(sys.argv[1]), Path(sys.argv[2])
     from .compile import build
 
-    config = DecodeConfig(**request["config"])
+    config = getattr(configs, request["type"])(**request["config"])
     target.write_bytes(_code_object(build(request["kind"], config, artifact=True)))
 
 

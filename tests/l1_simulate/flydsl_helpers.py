@@ -194,3 +194,102 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     """Relative L2 error over everything."""
     norm = float(want.norm())
     return float((got.to(torch.float64) - want).norm()) / norm if norm else float(got.norm())
+
+
+class SimulatedRuntime:
+    """A Runtime that executes the machine code in the simulator instead of a device.
+
+    memory: tensors that kernels may touch, by name; an address argument is found among them.
+    """
+
+    ARGUMENTS = {"prepare": (3, "3if"), "decode": (8, "5i"), "reduce": (6, "6i")}  # noqa: RUF012
+
+    def __init__(self, arch: str, units: int = 1, check: Any = "all") -> None:
+        self.arch, self.units, self.check = arch, units, check
+        self.memory: dict[str, torch.Tensor] = {}
+        self.undefined: set[str] = set()
+        self.launches: list[tuple[str, Any]] = []
+
+    def stream(self, device: torch.device) -> int:
+        return 0
+
+    def compute_units(self, device: torch.device) -> int:
+        return self.units
+
+    def handle(self, kind: str, config: Any) -> Any:
+        code = compiled(kind, config, self.arch)
+
+        def launch(*args: Any) -> None:
+            self._launch(kind, config, code, args[:-1])
+
+        return launch
+
+    def _launch(self, kind: str, config: Any, code: Compiled, args: tuple[Any, ...]) -> None:
+        from ci.cdna_sim import Simulator
+
+        pointers, rest = self.ARGUMENTS[kind]
+        names = list(self.memory)
+        arrays = []
+        for name in names:
+            t = self.memory[name]
+            size = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1 if t.numel() else 0
+            flat = torch.as_strided(t, (size,), (1,), t.storage_offset())
+            arrays.append((name, flat.view(torch.uint8).numpy()))
+
+        def packed(at: dict[int, int]) -> bytes:
+            found = []
+            for value in args[:pointers]:
+                for i, (_, array) in enumerate(arrays):
+                    base = array.__array_interface__["data"][0]
+                    if base <= value < base + array.size:
+                        found.append(at[i] + value - base)
+                        break
+                else:
+                    found.append(0 if value == 0 else 0xDEAD0000)
+            return struct.pack(f"<{pointers}Q{rest}", *found, *args[pointers:])
+
+        if kind == "decode":
+            _, splits, batch, rows, groups = args[8:]
+            grid, block = (splits, config.num_kv_heads, batch * groups), (64 * config.waves,)
+        else:
+            rows = args[5] if kind == "prepare" else args[7]
+            grid, block = (config.num_heads, rows, 1), (64,)
+        simulator = Simulator(code.hsaco, check=self.check)
+        result = simulator.launch(grid, block, packed, arrays, undefined=self.undefined)
+        self.launches.append((kind, result))
+
+
+def run_ops(
+    case: Case, arch: str, *, splits: int | None = None, units: int = 1, sinks: torch.Tensor | None = None,
+    padding: int = 0, check: Any = "all",
+) -> tuple[torch.Tensor, torch.Tensor, SimulatedRuntime]:  # fmt: skip
+    """The backend's own decode over the simulator. padding: rows behind the last one, which must stay as they are."""
+    from turboquant_rocm.backends._flydsl.ops import FlydslOps
+    from turboquant_rocm.backends._triton.workspace import Workspace
+
+    runtime = SimulatedRuntime(arch, units, check)
+    decision = Decision(
+        case.layer, Target("amd", arch), get_preset("turboquant_4bit_nc"), case.layout.block_size, "flydsl", "soa"
+    )
+    ops = FlydslOps(decision, case.layout, splits=splits, runtime=runtime)
+    query = torch.cat([case.query, torch.zeros((padding, *case.query.shape[1:]), dtype=case.query.dtype)])
+    out = torch.full_like(query, -77.0)
+    lse = torch.full(query.shape[:2], -77.0)
+    workspace = Workspace("cpu", 1 << 22)
+    runtime.memory = {
+        "query": query, "cache": case.cache, "table": case.table, "lens": case.lens, "out": out, "lse": lse,
+        "workspace": workspace._buffers[-1],
+    }  # fmt: skip
+    if case.starts is not None:
+        runtime.memory["starts"] = case.starts
+    if sinks is not None:
+        runtime.memory["sinks"] = sinks
+    ops.decode(
+        query, case.cache, case.table, case.lens, case.starts, case.max_query_len, case.layer.softmax_scale, sinks,
+        out, lse, workspace,
+    )  # fmt: skip
+    rows = len(case.query)
+    if padding:
+        assert (out[rows:] == -77.0).all()
+        assert (lse[rows:] == -77.0).all()
+    return out[:rows], lse[:rows], runtime

@@ -1,0 +1,177 @@
+"""FlyDSL operations of one layer: three launches per decode call, with addresses and integers only.
+
+Store and dequantise are the Triton kernels over the same bytes. A call with a shape seen before does no more than look
+up its plan and pass pointers: nothing is allocated, traced or compiled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from ...dispatch import Decision
+from ...layouts import Layout
+from ...spec import SpecError
+from .._triton.dequantize import Dequantize
+from .._triton.store import Store
+from .._triton.workspace import Workspace, default_workspace
+from .config import DIM, TILE, DecodeConfig, RowConfig
+from .runtime import Runtime, device_runtime
+
+__all__ = ["MAX_SPLITS", "FlydslOps"]
+
+MAX_SPLITS: Final = 128
+MIN_TOKENS: Final = 256  # of a split: below that the merge costs more than the parallelism gains
+GROUPS_PER_CU: Final = 4  # workgroups of four waves that fill a compute unit: four waves per SIMD
+LOG2E: Final = math.log2(math.e)
+
+_DTYPES: Final = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_QUERY_WORDS: Final = DIM + 4  # fp16-sized units of a prepared query: 2 x 128 bytes and 8 bytes of scale and centre
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything about one shape of call."""
+
+    prepare: Callable[..., Any]
+    decode: Callable[..., Any]
+    reduce: Callable[..., Any]
+    splits: int
+    groups: int
+
+
+class FlydslOps:
+    """LayerOps in FlyDSL for one layer. options, for tests: ``splits`` fixes their number, ``runtime`` runs kernels."""
+
+    def __init__(
+        self, decision: Decision, layout: Layout, *, splits: int | None = None, runtime: Runtime | None = None
+    ) -> None:
+        if splits is not None and not 1 <= splits <= MAX_SPLITS:
+            raise SpecError("splits", splits, f"1 to {MAX_SPLITS}")
+        if layout.block_stride % 4:
+            raise SpecError("block_stride", layout.block_stride, "a multiple of 4 bytes for FlyDSL")
+        self.layer = decision.layer
+        self.layout = layout
+        self.arch = decision.target.arch
+        self.fixed_splits = splits
+        self.runtime: Runtime = runtime or device_runtime
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._store = Store(layout)
+        self._dequantize = Dequantize(layout)
+
+    def store(
+        self,
+        key: torch.Tensor,  # [T, Hk, D]
+        value: torch.Tensor,  # [T, Hk, Dv]
+        cache: torch.Tensor,  # [nb, bs, Hk, slot_stride] uint8
+        slot_mapping: torch.Tensor,  # [T] int32/int64
+        nonfinite: torch.Tensor | None = None,  # [2] int32
+    ) -> None:
+        """Quantise and write the tokens whose slot is not negative."""
+        self._store(key, value, cache, slot_mapping, nonfinite)
+
+    def dequantize(
+        self,
+        cache: torch.Tensor,  # [nb, bs, Hk, slot_stride] uint8
+        block_table: torch.Tensor,  # [B, M] int32
+        seq_lens: torch.Tensor,  # [B] int32
+        starts: torch.Tensor,  # [B] int32
+        cu_lens: torch.Tensor,  # [B + 1] int32
+        key_out: torch.Tensor,  # [sum, Hk, D]
+        value_out: torch.Tensor,  # [sum, Hk, Dv]
+    ) -> None:
+        """Tokens [starts, seq_lens) of every sequence, one after the other, rotated back."""
+        self._dequantize(cache, block_table, starts, cu_lens, key_out, value_out)
+
+    def decode(
+        self,
+        query: torch.Tensor,  # [N, Hq, D] fp16/bf16
+        cache: torch.Tensor,  # [nb, bs, Hk, slot_stride] uint8
+        block_table: torch.Tensor,  # [B, M] int32
+        seq_lens: torch.Tensor,  # [B] int32
+        query_start_loc: torch.Tensor | None,  # [B + 1] int32
+        max_query_len: int,
+        scale: float,
+        sinks: torch.Tensor | None,  # [Hq] fp32
+        out: torch.Tensor,  # [N, Hq, Dv]
+        lse: torch.Tensor | None,  # [N, Hq] fp32
+        workspace: Workspace | None = None,
+    ) -> None:
+        """Attention of every query token to its own sequence; see BoundLayer.decode."""
+        rows, batch = query.shape[0], block_table.shape[0]
+        if not rows or not batch:
+            return
+        multi = query_start_loc is not None
+        key = (
+            rows, block_table.shape, max_query_len, multi, lse is None, query.dtype, out.dtype, query.device,
+        )  # fmt: skip
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._make_plan(query, block_table, max_query_len, multi, out, lse)
+        heads = self.layer.num_heads
+        queries, _, part, sums = (workspace or default_workspace(query.device)).take(
+            rows * heads, _QUERY_WORDS, plan.splits, DIM
+        )
+        stream = self.runtime.stream(query.device)
+        q8 = queries.data_ptr()
+        meta = q8 + rows * heads * 2 * DIM
+        starts = 0 if query_start_loc is None else query_start_loc.data_ptr()
+        factor = scale * LOG2E
+        if self.layer.soft_cap is not None:
+            factor *= 2.0 / self.layer.soft_cap  # tanh(x) is taken as a function of exp2(2 x log2 e)
+        plan.prepare(query.data_ptr(), q8, meta, query.stride(0), query.stride(1), rows, factor, stream)
+        plan.decode(
+            q8, meta, cache.data_ptr(), block_table.data_ptr(), seq_lens.data_ptr(), starts, part.data_ptr(),
+            sums.data_ptr(), block_table.stride(0), plan.splits, batch, rows, plan.groups, stream,
+        )  # fmt: skip
+        plan.reduce(
+            part.data_ptr(), sums.data_ptr(), starts, 0 if sinks is None else sinks.data_ptr(), out.data_ptr(),
+            0 if lse is None else lse.data_ptr(), plan.splits, rows, batch, out.stride(0), out.stride(1),
+            0 if lse is None else lse.stride(0), stream,
+        )  # fmt: skip
+
+    def _make_plan(
+        self,
+        query: torch.Tensor,
+        block_table: torch.Tensor,
+        max_query_len: int,
+        multi: bool,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> Plan:
+        """The plan of one shape of call. Its specialisations depend on neither batch nor lengths."""
+        layer = self.layer
+        for name, tensor in (("query", query), ("out", out)):
+            if tensor.dtype not in _DTYPES:
+                raise SpecError(name, tensor.dtype, f"dtype {' or '.join(map(str, _DTYPES))} for FlyDSL")
+            if tensor.stride(-1) != 1:
+                raise SpecError(name, f"strides {tensor.stride()}", "a contiguous last dimension")
+        if lse is not None and (lse.dtype != torch.float32 or lse.stride(-1) != 1):
+            raise SpecError("lse", f"{lse.dtype}, strides {lse.stride()}", "float32 with contiguous heads")
+        config = DecodeConfig.of(
+            self.arch, self.layout, layer.gqa_ratio, multi=multi, window=layer.window, soft_cap=layer.soft_cap
+        )
+        groups = -(-max_query_len // config.tokens_per_group) if multi else 1
+        batch, blocks = block_table.shape
+        splits = self.fixed_splits or self._splits(
+            batch * groups, blocks * self.layout.block_size, self.runtime.compute_units(query.device)
+        )
+        row = RowConfig(self.arch, layer.num_heads, _DTYPES[query.dtype])
+        end = RowConfig(
+            self.arch, layer.num_heads, _DTYPES[out.dtype], multi=multi, sinks=layer.sinks, lse=lse is not None
+        )
+        handle = self.runtime.handle
+        return Plan(
+            handle("prepare", row), handle("decode", config), handle("reduce", end), splits, groups
+        )
+
+    def _splits(self, sequences: int, context: int, compute_units: int) -> int:
+        """Enough workgroups to fill the device, and none with fewer than MIN_TOKENS tokens."""
+        if self.layer.window is not None:
+            context = min(context, self.layer.window + TILE)
+        wanted = GROUPS_PER_CU * compute_units // (sequences * self.layer.num_kv_heads)
+        return max(1, min(wanted, -(-context // MIN_TOKENS), MAX_SPLITS))
