@@ -44,7 +44,7 @@ class Problem:
 
 @cache
 def problem(arch: str, layout: str, preset: str, head_size: int, splits: int = 2, hostile: bool = False,
-            **more: Any) -> Problem:  # fmt: skip
+            lens: tuple[int, ...] = (37, 5, 64), **more: Any) -> Problem:  # fmt: skip
     """A batch of three sequences; hostile: keys and values of every unpleasant kind (store only)."""
     g = torch.Generator().manual_seed(11)
     sinks = torch.randn(8, generator=g) if more.get("sinks") else None
@@ -53,8 +53,7 @@ def problem(arch: str, layout: str, preset: str, head_size: int, splits: int = 2
     bound = bind(decision, splits=splits)
     exact = reference(layer, preset, layout, 16, torch.float64)
     plain = reference(layer, preset, layout, 16)
-    lens = [37, 5, 64]
-    table, slots, blocks = shuffled_tables(lens, 16, g)
+    table, slots, blocks = shuffled_tables(list(lens), 16, g)
     n = sum(lens)
     if hostile:
         key, value = (store_checks.mixed(n, 2, head_size, g, torch.bfloat16) for _ in range(2))

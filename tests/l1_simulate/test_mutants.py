@@ -55,16 +55,21 @@ def _s(name: str, module: str, old: str, new: str, **more: Any) -> Source:
     return Source(name, module, old, new, **more)
 
 
+LONG = {"lens": (150, 5, 200), "splits": 1}
+"""Several tiles in one split: what rescales the running sums runs more than once."""
+
 SOURCE = [
     _s("mask off by one", "decode", "position[:, None] < high[None, :]", "position[:, None] <= high[None, :]"),
-    _s("accumulator not rescaled", "decode", "acc[u] * shrink[None, :]", "acc[u]"),
-    _s("weight not rescaled", "decode", "weight * alpha[None, :] +", "weight +"),
-    _s("zero points not rescaled", "decode", "offset * alpha[None, :] +", "offset +"),
-    _s("rounding correction not rescaled", "decode", "rounded * shrink[None, :] +", "rounded +", arch="gfx950"),
+    _s("accumulator not rescaled", "decode", "acc[u] * shrink[None, :]", "acc[u]", options=LONG),
+    _s("weight not rescaled", "decode", "weight * alpha[None, :] +", "weight +", options=LONG),
+    _s("zero points not rescaled", "decode", "offset * alpha[None, :] +", "offset +", options=LONG),
+    _s("value scale not rescaled", "decode", "shrink = alpha * (scale_max / new_scale_max)", "shrink = alpha * 1.0",
+       arch="gfx950", options=LONG),
     _s("key norm left out", "decode", "scores = scores * norm[:, None]", "scores = scores * 1.0"),
-    _s("zero point left out", "decode", "shift = total_offset * norm_out -", "shift = total_offset * 0.0 -"),
-    _s("wrong KV head", "decode", "head = tl.program_id(0) % HK", "head = (tl.program_id(0) + 1) % HK"),
-    _s("wrong query head", "decode", "q_head = head * G + column % G", "q_head = head * G + (column + 1) % G"),
+    _s("zero point left out", "decode", "total_offset = tl.sum(offset, axis=0)",
+       "total_offset = tl.sum(offset * 0.0, axis=0)"),
+    _s("wrong KV head", "decode", "head = tl.program_id(0) % HK", "head = tl.program_id(0) * 0"),
+    _s("wrong query head", "decode", "q_head = head * G + column % G", "q_head = column % G"),
     _s("last tile dropped", "decode", "tile_high = tl.minimum(tile_low + tiles_per_split, tiles)",
        "tile_high = tl.minimum(tile_low + tiles_per_split, tiles - 1)"),
     _s("splits overlap", "decode", "token = start + tile_low * T", "token = start + tl.maximum(tile_low - 1, 0) * T"),
