@@ -44,6 +44,7 @@ LAYERS: Final = (
     "n_layer",
     "n_layers",
     "num_layers",
+    "num_transformer_layers",
     "layers",
     "num_blocks",
 )
@@ -55,6 +56,7 @@ HEADS: Final = (
     "n_heads",
     "num_heads",
     "attention_heads",
+    "num_query_heads",
 )
 KV_HEADS: Final = (
     "num_key_value_heads",
@@ -557,13 +559,13 @@ def _window(fields: Fields, facts: Mapping[str, Any]) -> int | None:
         whole = fields.integer("local_attention", low=0)  # both sides; a causal decoder sees half of it
         if whole:
             return whole // 2
-    key, value = fields.get(*WINDOW)
+    plus: Mapping[str, int] = facts.get("window_plus", {})
+    key, value = fields.get(*plus, *WINDOW)  # a key that counts otherwise wins over the common one
     if key == "window_size" and fields.data.get("model_type") != "gpt_neo":
         return None  # in other configs it is the window of a vision tower
     if not key or value in (0, -1, False):
         return None
-    plus: int = facts.get("window_plus", {}).get(key, 0)
-    return _integer(fields.name(key), value, 1, 1 << 30) + plus
+    return _integer(fields.name(key), value, 1, 1 << 30) + plus.get(key, 0)
 
 
 def _attn_config(fields: Fields) -> Fields:

@@ -398,6 +398,82 @@ def test_no_config_gives_a_traceback(changes: dict, based: bool):
     assert model.layers
 
 
+# ---- configs as they are published, with what matters of them ---------------------------------------------
+
+
+def test_published_configs():
+    """Shapes of configs on the hub that are unlike the ones transformers writes today."""
+    mimo = model_from_config(
+        {
+            "model_type": "mimo_v2_flash",
+            "num_hidden_layers": 6,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 4,
+            "swa_num_attention_heads": 64,
+            "swa_num_key_value_heads": 8,
+            "head_dim": 192,
+            "v_head_dim": 128,
+            "swa_head_dim": 192,
+            "swa_v_head_dim": 128,
+            "hidden_size": 4096,
+            "sliding_window": 128,
+            "sliding_window_size": 128,
+            "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0],
+            "add_swa_attention_sink_bias": True,
+            "add_full_attention_sink_bias": False,
+        }
+    )
+    assert [(x.num_kv_heads, x.window, x.sinks) for x in mimo.layers[:2]] == [
+        (4, None, False),
+        (8, 129, True),
+    ]
+    gemma = model_from_config(
+        {
+            "model_type": "gemma3",
+            "text_config": {
+                "hidden_size": 2560,
+                "model_type": "gemma3_text",
+                "num_hidden_layers": 34,
+                "sliding_window": 1024,
+            },
+        }
+    )
+    assert (gemma.layers[0].num_heads, gemma.layers[0].num_kv_heads, gemma.layers[0].head_size) == (8, 4, 256)
+    assert any("default of this model type" in w for w in gemma.warnings)
+    assert kinds(gemma)[:6] == [S, S, S, S, S, F]
+    openelm = model_from_config(
+        {
+            "model_type": "openelm",
+            "model_dim": 1280,
+            "num_transformer_layers": 3,
+            "head_dim": 64,
+            "num_query_heads": [12, 12, 16],
+            "num_kv_heads": [3, 3, 4],
+        }
+    )
+    assert [(x.num_heads, x.num_kv_heads) for x in openelm.layers] == [(12, 3), (12, 3), (16, 4)]
+    llama4 = model_from_config(
+        {
+            "model_type": "llama4",
+            "text_config": {
+                **BASE,
+                "model_type": "llama4_text",
+                "no_rope_layers": [],
+                "attention_chunk_size": 8192,
+            },
+        }
+    )
+    assert kinds(llama4) == [C, C, C, F, C, C]
+    deepseek = read(
+        model_type="deepseek_v32",
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        index_n_heads=64,
+        num_key_value_heads=8,
+    )
+    assert kinds(deepseek) == [M] * 6
+
+
 # ---- files ----------------------------------------------------------------------------------------------
 
 

@@ -103,6 +103,8 @@ def _grid(doc: Document) -> str:
     for group in doc["groups"]:
         title = f"<strong>{escape(group['ranges'])}</strong><br>{escape(layer_text(group))}"
         notes = "; ".join(group["layer"]["notes"])
+        if group["prefill"]:
+            notes = f"prefill: {group['prefill']['route'] or 'none'}" + (f"; {notes}" if notes else "")
         if notes:
             title += f"<br><small>{escape(notes)}</small>"
         cells = [_tag("th", title, scope="row")]

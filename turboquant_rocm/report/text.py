@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 
+from ..planning import ranges
 from .document import Document, value_text
 from .environment import environment_rows
 
@@ -104,13 +105,7 @@ def _plan(doc: Document) -> Iterator[Table]:
             ["layers", "backend", "every failed check", "smallest change that gets it"],
             why,
         )
-    limits = [
-        [group["ranges"], name, ", ".join(r["text"] for r in reasons)]
-        for group in doc["groups"]
-        if group["prefill"]
-        for name, reasons in group["prefill"]["refused"].items()
-        if not any(r["code"] == "arch" for r in reasons)
-    ]
+    limits = _prefill_limits(doc)
     if limits:
         yield ("Prefill: routes refused", ["layers", "route", "every failed check"], limits)
 
@@ -158,13 +153,23 @@ def _plan(doc: Document) -> Iterator[Table]:
     if b["tokens"] is not None:
         rows.append(["tokens that fit", f"{b['tokens']:,}", _budget(b, model["tp"])])
         rows.append(["unquantized", f"{b['native_tokens']:,}", ""])
-    yield ("Memory of one rank" if model["tp"] > 1 else "Memory", ["what", "", ""], rows)
+    yield ("Memory of one rank" if model["tp"] > 1 else "Memory", ["what", "amount", "counted"], rows)
     if doc["warnings"]:
-        yield ("Warnings", ["code", ""], [[w["code"], w["text"]] for w in doc["warnings"]])
+        yield ("Warnings", ["code", "what"], [[w["code"], w["text"]] for w in doc["warnings"]])
     expect = doc["expect"]
     if expect is not None:
         text = "met" if expect["met"] else f"NOT met by {len(expect['missed_layers'])} layers"
         yield (f"Expected {expect['backend']}: {text}", [], [])
+
+
+def _prefill_limits(doc: Document) -> list[list[str]]:
+    """Prefill routes that are built for the target and refused, with the layers that each reason holds for."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for group in doc["groups"]:
+        for name, reasons in (group["prefill"] or {"refused": {}})["refused"].items():
+            if not any(r["code"] == "arch" for r in reasons):
+                found.setdefault((name, ", ".join(r["text"] for r in reasons)), []).extend(group["layers"])
+    return [[ranges(sorted(layers)), name, text] for (name, text), layers in found.items()]
 
 
 def _budget(b: Document, tp: int) -> str:
