@@ -100,8 +100,9 @@ def _plan(doc: Document) -> Iterator[Table]:
             why.append([group["ranges"], refused["backend"], _why(refused), _to_get_it(refused)])
     yield ("Layers", ["layers", "n", "what", "decode", "layout", "prefill", "notes"], rows)
     if why:
+        served = any(group["backend"] is not None for group in doc["groups"])
         yield (
-            "Why not a faster one",
+            "Why not a faster one" if served else "Why not",
             ["layers", "backend", "every failed check", "smallest change that gets it"],
             why,
         )
