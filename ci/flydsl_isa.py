@@ -120,7 +120,9 @@ def steady_state(text: str) -> Counter[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the counts of each file given."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--tokens", type=int, default=32, help="tokens of one turn of the loop")
     parser.add_argument("--elements", type=int, default=256, help="elements dequantised per token")

@@ -75,7 +75,9 @@ def _logits(cfg: DecodeConfig, scores: list, norms: list, reference: Any) -> lis
         return [e.fma(s, n.to(F32), -reference) for s, n in zip(scores, norms, strict=True)]
     cap = cfg.soft_cap * 1.4426950408889634
     out = []
-    for s, n in zip(scores, norms, strict=True):  # cap * tanh(x) with exp2(2 x log2 e) from the prepared scale
+    for s, n in zip(
+        scores, norms, strict=True
+    ):  # cap * tanh(x) with exp2(2 x log2 e) from the prepared scale
         grown = e.exp2(e.fma(s, n.to(F32), F32(0.0)))
         out.append(e.fma(F32(-2.0 * cap), e.rcp(grown + F32(1.0)), F32(cap) - reference))
     return out
@@ -111,7 +113,9 @@ def _accumulate(cfg: DecodeConfig, values: list, weights: list, acc: list) -> li
     out = list(acc)
     for byte in range(4):
         pick = e.i32(0x0C000C00 | byte | (4 + byte) << 16)
-        both = [e.perm(values[k + 1], values[k], pick) for k in range(0, 8, 2)]  # lo + 16 hi, two tokens per word
+        both = [
+            e.perm(values[k + 1], values[k], pick) for k in range(0, 8, 2)
+        ]  # lo + 16 hi, two tokens per word
         high = [x & e.i32(HIGH_NIBBLE) for x in both]
         out[2 * byte] = e.mfma_f16(cfg.arch, both, weights, acc[2 * byte])
         out[2 * byte + 1] = e.mfma_f16(cfg.arch, high, weights, acc[2 * byte + 1])
@@ -175,15 +179,14 @@ class _Cache:
         cfg = self.cfg
         nbytes = ((I32(0) - left) >> I32(31)) & I32(cfg.content_bytes)
         rsrc = [
-            e.descriptor(self.base + fx.Int64(fx.Uint32(b)) * fx.Int64(cfg.block_stride), nbytes) for b in entries
+            e.descriptor(self.base + fx.Int64(fx.Uint32(b)) * fx.Int64(cfg.block_stride), nbytes)
+            for b in entries
         ]
         if cfg.block_size == COLUMNS:
             return [(r, I32(0), I32(0)) for r in rsrc]
         inside = tile & I32(cfg.block_size // TILE - 1)
         data, meta = inside * I32(TILE * cfg.token_stride), inside * I32(2 * TILE)
-        return [
-            (rsrc[0], data + I32(16 * s * cfg.token_stride), meta + I32(32 * s)) for s in range(2)
-        ]
+        return [(rsrc[0], data + I32(16 * s * cfg.token_stride), meta + I32(32 * s)) for s in range(2)]
 
     def keys(self, subtiles: list) -> list:
         return [e.load(r, self.key, 4, data) for r, data, _ in subtiles]
@@ -360,7 +363,9 @@ def make_decode(cfg: DecodeConfig) -> Any:
             grown = new_total[0] + new_total[1] > F32(2.0**100)
             if e.any_lane((flags != I32(0)) | grown):
                 fresh = _logits(cfg, scores, _norms(meta), F32(0.0))
-                start = e.hidden(tile * I32(TILE) + g * I32(4))  # else the comparisons would move out of the branch
+                start = e.hidden(
+                    tile * I32(TILE) + g * I32(4)
+                )  # else the comparisons would move out of the branch
                 fresh, meta = _masked(start, low, ends, fresh, meta)
                 raised = _raised(fresh, meta, reference)
                 factor = e.exp2(reference - raised)

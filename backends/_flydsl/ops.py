@@ -30,7 +30,9 @@ GROUPS_PER_CU: Final = 4  # workgroups of four waves that fill a compute unit: f
 LOG2E: Final = math.log2(math.e)
 
 _DTYPES: Final = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-_QUERY_WORDS: Final = DIM + 4  # fp16-sized units of a prepared query: 2 x 128 bytes and 8 bytes of scale and centre
+_QUERY_WORDS: Final = (
+    DIM + 4
+)  # fp16-sized units of a prepared query: 2 x 128 bytes and 8 bytes of scale and centre
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +164,15 @@ class FlydslOps:
         )
         row = RowConfig(self.arch, layer.num_heads, _DTYPES[query.dtype])
         end = RowConfig(
-            self.arch, layer.num_heads, _DTYPES[out.dtype], multi=multi, sinks=layer.sinks, lse=lse is not None
+            self.arch,
+            layer.num_heads,
+            _DTYPES[out.dtype],
+            multi=multi,
+            sinks=layer.sinks,
+            lse=lse is not None,
         )
         handle = self.runtime.handle
-        return Plan(
-            handle("prepare", row), handle("decode", config), handle("reduce", end), splits, groups
-        )
+        return Plan(handle("prepare", row), handle("decode", config), handle("reduce", end), splits, groups)
 
     def _splits(self, sequences: int, context: int, compute_units: int) -> int:
         """Enough workgroups to fill the device, and none with fewer than MIN_TOKENS tokens."""

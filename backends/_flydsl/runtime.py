@@ -36,7 +36,9 @@ class DeviceRuntime:
         found = self._handles.get((kind, config))
         if found is None:
             if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(f"{kind} is not compiled yet while a graph is being captured: decode once before")
+                raise RuntimeError(
+                    f"{kind} is not compiled yet while a graph is being captured: decode once before"
+                )
             from .compile import build
 
             found = self._handles[kind, config] = build(kind, config)

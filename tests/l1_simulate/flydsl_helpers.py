@@ -269,7 +269,12 @@ def run_ops(
 
     runtime = SimulatedRuntime(arch, units, check)
     decision = Decision(
-        case.layer, Target("amd", arch), get_preset("turboquant_4bit_nc"), case.layout.block_size, "flydsl", "soa"
+        case.layer,
+        Target("amd", arch),
+        get_preset("turboquant_4bit_nc"),
+        case.layout.block_size,
+        "flydsl",
+        "soa",
     )
     ops = FlydslOps(decision, case.layout, splits=splits, runtime=runtime)
     query = torch.cat([case.query, torch.zeros((padding, *case.query.shape[1:]), dtype=case.query.dtype)])

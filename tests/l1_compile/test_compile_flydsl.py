@@ -1,0 +1,84 @@
+"""Resources and instruction counts of the FlyDSL kernels, from their machine code: nothing is run."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Any
+
+import pytest
+import yaml
+
+pytest.importorskip("flydsl", reason="FlyDSL is not installed")
+pytest.importorskip("triton", reason="Triton's linker stands in for ld.lld")
+
+from ci.flydsl_isa import steady_state
+from tests.l1_simulate.flydsl_helpers import compiled
+from turboquant_rocm.backends._flydsl.config import TILE, DecodeConfig, RowConfig
+from turboquant_rocm.layouts import make_layout
+
+ARCHES = ("gfx942", "gfx950")
+LIMITS: dict[str, Any] = yaml.safe_load(
+    files("turboquant_rocm.configs").joinpath("budgets/flydsl.yaml").read_text()
+)
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "published": {},
+    "gqa-1": {"gqa": 1},
+    "gqa-6": {"gqa": 6},
+    "gqa-16": {"gqa": 16},
+    "block-32": {"block_size": 32},
+    "block-128": {"block_size": 128},
+    "many-heads": {"num_kv_heads": 16},
+    "window": {"window": 1024},
+    "soft-cap": {"soft_cap": 30.0},
+    "multi": {"multi": True},
+    "multi-gqa-4-window": {"multi": True, "gqa": 4, "window": 128},
+}
+SLOWER = {"soft-cap": 0.6}
+"""Lane instructions per element that a feature may cost on top: the cap's exp2, rcp and two more per score."""
+
+
+def config(
+    arch: str, *, gqa: int = 8, num_kv_heads: int = 8, block_size: int = 16, **options: Any
+) -> DecodeConfig:
+    """A specialisation over an unpadded cache."""
+    layout = make_layout("soa", "turboquant_4bit_nc", 128, num_kv_heads, block_size)
+    return DecodeConfig.of(arch, layout, gqa, **options)
+
+
+def check_resources(code: Any, arch: str) -> None:
+    """No spill, no scratch, four waves per SIMD by registers and by LDS."""
+    limits = LIMITS[arch]
+    for field in ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size"):
+        assert code.resource(field) == 0, field
+    assert "scratch_" not in code.assembly
+    assert code.waves_per_simd >= limits["waves_per_simd"]
+    lds = code.resource("group_segment_fixed_size")
+    groups = limits["lds_per_cu"] // lds if lds else 16
+    assert groups * DecodeConfig.__dataclass_fields__["waves"].default >= 4 * limits["waves_per_simd"]
+
+
+@pytest.mark.parametrize(
+    "variant", [v if v == "published" else pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS]
+)
+@pytest.mark.parametrize("arch", ARCHES)
+def test_decode(arch: str, variant: str):
+    code = compiled("decode", config(arch, **VARIANTS[variant]), arch)
+    check_resources(code, arch)
+    counts = steady_state(code.assembly)
+    assert counts["mfma"] == (24 if arch == "gfx950" else 48), (
+        "the steady-state loop is not the one that was counted"
+    )
+    assert counts["lds"] == 0
+    per_element = counts.total() * 64 / (TILE * 256)
+    assert per_element <= LIMITS[arch]["static"] + SLOWER.get(variant, 0.0) + 0.15 * (
+        variant != "published"
+    ), counts
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("kind", ["prepare", "reduce"])
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.slow
+def test_rows(arch: str, kind: str, dtype: str):
+    check_resources(compiled(kind, RowConfig(arch, 64, dtype, multi=True, sinks=True, lse=True), arch), arch)

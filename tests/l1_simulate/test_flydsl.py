@@ -1,0 +1,175 @@
+"""FlyDSL's machine code, executed: the decode path of the backend against fp64 attention over the same bytes.
+
+Bytes that nobody has stored are 0xFF (NaN as fp16), table entries past a sequence's end are -1 or 2**31 - 1, blocks are
+shuffled, and all of the simulator's detectors are on.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+pytest.importorskip("flydsl", reason="FlyDSL is not installed")
+pytest.importorskip("triton", reason="Triton's linker stands in for ld.lld")
+pytest.importorskip("tinygrad", reason="the simulator decodes with tinygrad's AMD tables")
+
+from tests.l1_simulate.flydsl_helpers import make_case, relative_error, run_ops, simulate_decode
+
+ARCHES = ("gfx942", "gfx950")
+TOLERANCE = {torch.bfloat16: 2.5e-3, torch.float16: 1.2e-3}
+"""Relative L2 error of the output, its own rounding included. The kernel alone: PARTIAL."""
+PARTIAL = 1e-3
+LSE = 2e-2
+
+
+def check(
+    out: torch.Tensor, lse: torch.Tensor, want: tuple[torch.Tensor, torch.Tensor], tolerance: float
+) -> None:
+    """Output as a whole, each query head on its own at three times the tolerance, and lse."""
+    expected, expected_lse = want
+    assert torch.isfinite(out).all()
+    assert relative_error(out, expected) <= tolerance
+    norm = expected.norm(dim=-1)
+    error = (out.double() - expected).norm(dim=-1)
+    assert (error <= 3 * tolerance * norm).all(), (error / norm).max()
+    seen = torch.isfinite(expected_lse)
+    assert (torch.isfinite(lse) == seen).all()
+    assert (lse[seen] - expected_lse[seen]).abs().max() <= LSE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("hk", [1, 2])
+def test_lengths(arch: str, hk: int):
+    """Lengths around tiles and blocks, and more waves than tiles."""
+    case = make_case([0, 1, 15, 16, 17, 31, 32, 33, 97, 257], hk=hk)
+    out, lse, _ = simulate_decode(case, arch, 3)
+    check(out, lse, case.expected(), PARTIAL)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_operations(arch: str):
+    """Preparation, decode and reduction, with empty sequences, empty splits and padded table entries."""
+    case = make_case([0, 1, 70], hk=2, gqa=2)
+    out, lse, runtime = run_ops(case, arch, splits=2)
+    check(out, lse, case.expected(), TOLERANCE[torch.bfloat16])
+    assert [kind for kind, _ in runtime.launches] == ["prepare", "decode", "reduce"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("gqa", [1, 4, 6, 12, 16])
+def test_gqa(arch: str, gqa: int):
+    case = make_case([130, 67], hk=2, gqa=gqa, dtype=torch.float16)
+    out, lse, _ = simulate_decode(case, arch, 2)
+    check(out, lse, case.expected(), PARTIAL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("block_size", [32, 64, 128])
+def test_blocks(arch: str, block_size: int):
+    case = make_case([263, 64, 128, 1], hk=2, block_size=block_size)
+    out, lse, _ = simulate_decode(case, arch, 2)
+    check(out, lse, case.expected(), PARTIAL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("window", [1, 15, 16, 17, 33])
+def test_window(arch: str, window: int):
+    case = make_case([130, 65, 7, 16, 0], window=window, kind="sliding")
+    out, lse, _ = simulate_decode(case, arch, 2)
+    check(out, lse, case.expected(), PARTIAL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHES)
+def test_soft_cap(arch: str):
+    case = make_case([130, 65], soft_cap=5.0, key_scale=4.0)
+    out, lse, _ = simulate_decode(case, arch, 2)
+    check(out, lse, case.expected(), 2 * PARTIAL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("options", [{}, {"gqa": 4, "window": 40, "kind": "sliding"}, {"gqa": 16}])
+def test_several_query_tokens(arch: str, options: dict[str, Any]):
+    """Row j of q rows sees seq_len - q + j + 1 keys; rows of padding stay as they are."""
+    case = make_case([4, 130, 33, 64], query_lens=[4, 2, 1, 3], **options)
+    out, lse, _ = run_ops(case, arch, splits=2, padding=2)
+    check(out, lse, case.expected(), TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("logit", [None, 30.0, float("-inf")])
+def test_sinks(arch: str, logit: float | None):
+    case = make_case([70, 0, 33], sinks=True, dtype=torch.float16)
+    sinks = torch.linspace(-3, 3, 8) if logit is None else torch.full((8,), logit)
+    out, lse, _ = run_ops(case, arch, splits=2, sinks=sinks)
+    check(out, lse, case.expected(sinks=sinks), TOLERANCE[torch.float16])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize(
+    ("key_scale", "value_scale"), [(6.0, 1.0), (1.0, 1e-4), (1.0, 1.5e4), (0.0, 1.0), (1.0, 0.0)]
+)
+def test_magnitudes(arch: str, key_scale: float, value_scale: float):
+    """Peaked and flat softmax, tiny and huge value scales, all keys zero, all values zero."""
+    case = make_case([130], key_scale=key_scale, value_scale=value_scale)
+    out, lse, _ = simulate_decode(case, arch, 1)
+    if value_scale == 0.0:
+        assert (out == 0).all()
+        return
+    check(out, lse, case.expected(), PARTIAL * max(1.0, key_scale / 1.5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHES)
+def test_growing_scores(arch: str):
+    """Tokens that beat all before them, again and again: the reference must follow, and nothing overflow."""
+    case = make_case([160], gqa=1)
+    oracle = case.oracle
+    slots = (case.table[0, :10].long()[:, None] * 16 + torch.arange(16)).flatten()
+    direction = case.query[0, 0].float()
+    key = direction * (torch.arange(160.0) * 2.0)[:, None, None] / direction.norm()
+    value = torch.randn((160, 1, 128), generator=torch.Generator().manual_seed(1))
+    value[::7] = 0.25  # constant vectors: a scale of zero
+    oracle.store(key, value, case.cache, slots)
+    out, lse, _ = simulate_decode(case, arch, 1)
+    check(out, lse, case.expected(), 5 * PARTIAL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHES)
+def test_padded_blocks(arch: str):
+    """A server's larger page: the stride between blocks is not what a block holds."""
+    case = make_case([70, 33], hk=2, block_stride=2 * 134 * 16 + 320)
+    out, lse, _ = simulate_decode(case, arch, 1)
+    check(out, lse, case.expected(), PARTIAL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHES)
+def test_instruction_budget(arch: str):
+    """Executed lane instructions per element, GQA 8, block 16: the growth from 2,048 to 4,096 tokens."""
+    limits = yaml.safe_load(files("turboquant_rocm.configs").joinpath("budgets/flydsl.yaml").read_text())[
+        arch
+    ]
+    totals, conflicts = [], set()
+    for tokens in (2048, 4096):
+        case = make_case([tokens])
+        out, lse, result = simulate_decode(case, arch, 1, check="none")
+        check(out, lse, case.expected(), PARTIAL)
+        conflicts.add(result.counters.bank_conflict_cycles)  # only the merge at the end may have some
+        totals.append(sum(result.counters.instructions.values()))
+    assert len(conflicts) == 1
+    per_element = (totals[1] - totals[0]) * 64 / (2048 * 256)
+    assert per_element <= limits["dynamic"] <= limits["goal"]
+    assert totals[1] * 64 / (4096 * 256) <= limits["goal"], "start and merge included"
