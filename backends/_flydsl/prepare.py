@@ -34,8 +34,8 @@ def _rotated(a: Any, b: Any, lane: Any) -> tuple[Any, Any]:
 
 
 def make_prepare(cfg: RowConfig) -> Any:
-    """The launcher. Arguments: addresses of the query, of h and l [N, Hq, 2, 128] int8 and of (scale, centre) [N, Hq, 2]
-    fp32; the row and head strides of the query in elements and N; the softmax factor; the stream.
+    """The launcher. Arguments: addresses of the query, of h and l [N, Hq, 2, 128] int8 and of scale and centre
+    [N, Hq, 2] fp32; the row and head strides of the query in elements and N; the softmax factor; the stream.
     """
     dtype = DTYPES[cfg.dtype]
     size = dtype.width // 8

@@ -29,8 +29,8 @@ def _wave(x: Any, join: Any) -> Any:
 
 def make_reduce(cfg: RowConfig) -> Any:
     """The launcher. Arguments: addresses of the partial outputs [N, Hq, S, 128] fp32, their log2 sums [N, Hq, S] fp32,
-    query_start_loc [B + 1] (read if ``multi``), sinks [Hq] fp32, the output and lse; S, N, B, and in elements the row and
-    head strides of the output and the row stride of lse; the stream.
+    query_start_loc [B + 1] (read if ``multi``), sinks [Hq] fp32, the output and lse; S, N, B, and in elements the row
+    and head strides of the output and the row stride of lse; the stream.
     """
     dtype = DTYPES[cfg.dtype]
     size = dtype.width // 8

@@ -13,7 +13,7 @@ class Runtime(Protocol):
     """What the operations need of a machine. Tests put the simulator in its place."""
 
     def handle(self, kind: str, config: Any) -> Any:
-        """A function of the kernel's arguments (addresses and numbers) that launches it, after :meth:`stream`'s value."""
+        """A function of the kernel's arguments (addresses and numbers) and the stream, which launches it."""
         ...
 
     def stream(self, device: torch.device) -> int:
@@ -35,7 +35,7 @@ class DeviceRuntime:
         """The launcher of a specialisation, compiled when it is first asked for."""
         found = self._handles.get((kind, config))
         if found is None:
-            if torch.cuda.is_current_stream_capturing():
+            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     f"{kind} is not compiled yet while a graph is being captured: decode once before"
                 )

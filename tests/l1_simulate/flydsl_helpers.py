@@ -210,6 +210,24 @@ class SimulatedRuntime:
         self.undefined: set[str] = set()
         self.launches: list[tuple[str, Any]] = []
 
+    def arrays(self) -> list[tuple[str, np.ndarray]]:
+        """The bytes of every tensor in ``memory``, pads included."""
+        out = []
+        for name, t in self.memory.items():
+            size = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1 if t.numel() else 0
+            flat = torch.as_strided(t, (size,), (1,), t.storage_offset())
+            out.append((name, flat.view(torch.uint8).numpy()))
+        return out
+
+    @staticmethod
+    def translate(value: int, arrays: list[tuple[str, np.ndarray]], at: dict[int, int]) -> int:
+        """A host address as the simulator's; 0 stays 0, and what lies in no array becomes an address of nothing."""
+        for i, (_, array) in enumerate(arrays):
+            base = array.__array_interface__["data"][0]
+            if base <= value < base + array.size:
+                return at[i] + value - base
+        return 0 if value == 0 else 0xDEAD0000
+
     def stream(self, device: torch.device) -> int:
         return 0
 
@@ -228,24 +246,10 @@ class SimulatedRuntime:
         from ci.cdna_sim import Simulator
 
         pointers, rest = self.ARGUMENTS[kind]
-        names = list(self.memory)
-        arrays = []
-        for name in names:
-            t = self.memory[name]
-            size = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1 if t.numel() else 0
-            flat = torch.as_strided(t, (size,), (1,), t.storage_offset())
-            arrays.append((name, flat.view(torch.uint8).numpy()))
+        arrays = self.arrays()
 
         def packed(at: dict[int, int]) -> bytes:
-            found = []
-            for value in args[:pointers]:
-                for i, (_, array) in enumerate(arrays):
-                    base = array.__array_interface__["data"][0]
-                    if base <= value < base + array.size:
-                        found.append(at[i] + value - base)
-                        break
-                else:
-                    found.append(0 if value == 0 else 0xDEAD0000)
+            found = [self.translate(value, arrays, at) for value in args[:pointers]]
             return struct.pack(f"<{pointers}Q{rest}", *found, *args[pointers:])
 
         if kind == "decode":
