@@ -19,7 +19,7 @@ from typing import Any
 
 from . import config as configs
 
-__all__ = ["CompileError", "Compiled", "compile_offline"]
+__all__ = ["CompileError", "Compiled", "compile_ahead", "compile_offline"]
 
 TIMEOUT = 300.0
 
@@ -68,7 +68,7 @@ def _root() -> str:
     return str(Path(top.__file__).parents[1])
 
 
-def _toolchain(folder: Path) -> str:
+def toolchain(folder: Path) -> str:
     """A ROCm root with a linker: the machine's own, or one made in ``folder``."""
     own = os.environ.get("ROCM_PATH", "/opt/rocm")
     if Path(own, "llvm", "bin", "ld.lld").exists():
@@ -80,36 +80,47 @@ def _toolchain(folder: Path) -> str:
     return str(folder)
 
 
+def _run(kind: str, config: Any, target: str, env: dict[str, str]) -> None:
+    """Compile in another process; CompileError with the end of what it printed."""
+    request = {"kind": kind, "type": type(config).__name__, "config": dataclasses.asdict(config)}
+    path = os.pathsep.join([_root(), *filter(None, [os.environ.get("PYTHONPATH")])])
+    try:
+        run = subprocess.run(
+            [sys.executable, "-m", __spec__.name, json.dumps(request), target],
+            env={**os.environ, "COMPILE_ONLY": "1", "PYTHONPATH": path, **env},
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIMEOUT,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise CompileError(f"{kind} for {config.arch}: no end within {TIMEOUT:.0f} s") from error
+    if run.returncode != 0:
+        tail = "\n".join((run.stdout + run.stderr).strip().splitlines()[-15:])
+        raise CompileError(f"{kind} for {config.arch}: exit status {run.returncode}\n{tail}")
+
+
+def compile_ahead(kind: str, config: Any) -> None:
+    """Compile into FlyDSL's disk cache, so that a compiler that aborts does not take this process with it."""
+    _run(kind, config, "", {})
+
+
 def compile_offline(kind: str, config: Any, arch: str) -> Compiled:
     """The machine code of kernel ``kind`` (decode, prepare, reduce) for ``arch``; CompileError with the reason."""
     with tempfile.TemporaryDirectory(prefix="flydsl") as name:
         folder = Path(name)
-        request = {"kind": kind, "type": type(config).__name__, "config": dataclasses.asdict(config)}
         env = {
-            **os.environ,
             "FLYDSL_GPU_ARCH": arch,
             "FLYDSL_RUNTIME_ENABLE_CACHE": "0",
             "FLYDSL_DEBUG_DUMP_ASM": "1",
             "FLYDSL_DUMP_DIR": str(folder / "dump"),
-            "COMPILE_ONLY": "1",
-            "ROCM_PATH": _toolchain(folder / "rocm"),
-            "PYTHONPATH": os.pathsep.join([_root(), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "ROCM_PATH": toolchain(folder / "rocm"),
         }
-        try:
-            run = subprocess.run(
-                [sys.executable, "-m", __spec__.name, json.dumps(request), str(folder / "out.hsaco")],
-                env=env,
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise CompileError(f"{kind} for {arch}: no end within {TIMEOUT:.0f} s") from error
+        _run(kind, config, str(folder / "out.hsaco"), env)
         listings = sorted(folder.glob("dump/**/*final_isa*.s"))
-        if run.returncode != 0 or not listings:
-            tail = "\n".join((run.stdout + run.stderr).strip().splitlines()[-15:])
-            raise CompileError(f"{kind} for {arch}: exit status {run.returncode}\n{tail}")
+        if not listings:
+            raise CompileError(f"{kind} for {arch}: no assembly was dumped")
         assembly = listings[-1].read_text()
         found = re.search(r"\.amdhsa_kernel (\S+)", assembly)
         assert found is not None
@@ -136,11 +147,13 @@ def _code_object(text: str) -> bytes:
 
 
 def _main() -> None:
-    request, target = json.loads(sys.argv[1]), Path(sys.argv[2])
+    request, target = json.loads(sys.argv[1]), sys.argv[2]
     from .compile import build
 
     config = getattr(configs, request["type"])(**request["config"])
-    target.write_bytes(_code_object(build(request["kind"], config, artifact=True)))
+    text = build(request["kind"], config, artifact=True)
+    if target:
+        Path(target).write_bytes(_code_object(text))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 import torch
 
+from .offline import compile_ahead
+
 __all__ = ["DeviceRuntime", "Runtime", "device_runtime"]
 
 
@@ -26,7 +28,14 @@ class Runtime(Protocol):
 
 
 class DeviceRuntime:
-    """The GPU of this process. Compiling traces the kernel (about a second) unless FlyDSL's disk cache has it."""
+    """The GPU of this process.
+
+    ahead: compile each specialisation in a process of its own first, into FlyDSL's disk cache, because the compiler
+    ends its process on some failures; here that becomes a CompileError with the text. It costs some seconds for each
+    specialisation and process, before the first call of a shape.
+    """
+
+    ahead = True
 
     def __init__(self) -> None:
         self._handles: dict[tuple[str, Any], Any] = {}
@@ -39,6 +48,8 @@ class DeviceRuntime:
                 raise RuntimeError(
                     f"{kind} is not compiled yet while a graph is being captured: decode once before"
                 )
+            if self.ahead:
+                compile_ahead(kind, config)
             from .compile import build
 
             found = self._handles[kind, config] = build(kind, config)

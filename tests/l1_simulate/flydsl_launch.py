@@ -24,7 +24,7 @@ def main(arch: str, folder: Path) -> dict[str, Any]:
     from turboquant_rocm.backends._flydsl import offline
 
     os.environ.update(
-        FLYDSL_GPU_ARCH=arch, FLYDSL_RUNTIME_ENABLE_CACHE="0", ROCM_PATH=offline._toolchain(folder / "rocm")
+        FLYDSL_GPU_ARCH=arch, FLYDSL_RUNTIME_ENABLE_CACHE="0", ROCM_PATH=offline.toolchain(folder / "rocm")
     )
     import torch
 
@@ -38,6 +38,8 @@ def main(arch: str, folder: Path) -> dict[str, Any]:
     from turboquant_rocm.spec import Target
 
     class StubRuntime(DeviceRuntime):
+        ahead = False
+
         def stream(self, device: torch.device) -> int:
             return 77
 

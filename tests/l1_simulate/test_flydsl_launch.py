@@ -1,4 +1,4 @@
-"""The launchers that FlyDSL makes, called as on a GPU: a stub answers for HIP and the simulator runs what is launched."""
+"""The launchers that FlyDSL makes, called as on a GPU: a stub answers for HIP, the simulator runs what is launched."""
 
 from __future__ import annotations
 
