@@ -95,7 +95,9 @@ def target_line(arch: str) -> str:
     return f"{triple}-unknown-{arch}" if triple.count("-") == 2 else f"{triple}--{arch}"
 
 
-def module(body: str, arch: str, *, lds: int = 0, scratch: int = 0, vgprs: int = 512, accum: int = 256) -> bytes:
+def module(
+    body: str, arch: str, *, lds: int = 0, scratch: int = 0, vgprs: int = 512, accum: int = 256
+) -> bytes:
     """A code object with one kernel `k`: kernarg pointer in s[0:1], workgroup id in s2, lane in v0."""
     return assemble(
         _TEMPLATE.format(target=target_line(arch), body=body, lds=lds, scratch=scratch, has_scratch=int(scratch > 0),
@@ -131,7 +133,11 @@ def run_snippet(
         pro += [f"s_mov_b32 exec_lo, {exec_mask & 0xFFFFFFFF:#x}", f"s_mov_b32 exec_hi, {exec_mask >> 32:#x}"]
     epi = [] if raw else ["s_waitcnt vmcnt(0) lgkmcnt(0)"]
     for k, r in enumerate(out_s):
-        epi.append(f"v_writelane_b32 v251, s{r}, {k}" if r < 106 else f"v_writelane_b32 v251, vcc_{'lo' if r == 106 else 'hi'}, {k}")
+        epi.append(
+            f"v_writelane_b32 v251, s{r}, {k}"
+            if r < 106
+            else f"v_writelane_b32 v251, vcc_{'lo' if r == 106 else 'hi'}, {k}"
+        )
     epi = [*epi, "s_mov_b64 exec, -1", "s_mov_b64 s[10:11], s[6:7]"]
     for r in out:
         epi.append(f"global_store_dword v250, {'v' + str(r) if r < 256 else 'a' + str(r - 256)}, s[10:11]")

@@ -51,7 +51,9 @@ def check(measured: Mapping[str, Mapping[str, int]], budget: Mapping[str, Mappin
             if limit is None:
                 bad.append(f"{name} {kernel}: no budget for {what}")
             elif have > limit * (1 + tolerance):
-                bad.append(f"{name} {kernel}: {what} {have} exceeds {limit} by {100 * (have / max(limit, 1) - 1):.1f} %")
+                bad.append(
+                    f"{name} {kernel}: {what} {have} exceeds {limit} by {100 * (have / max(limit, 1) - 1):.1f} %"
+                )
             elif have < limit * (1 - 2 * tolerance):
                 good.append(f"{name} {kernel}: {what} {have} is below {limit}: tighten the budget")
     for kernel in budget:
@@ -64,7 +66,9 @@ def check_measured(m: Measured, data: Mapping[str, Any]) -> tuple[list[str], lis
     """Compare one workload with the file."""
     w = m.workload
     budget = data["budgets"].get(w.arch, {}).get(w.key, {})
-    return check({k: quantities(c) for k, c in m.kernels.items()}, budget, data["tolerance"], f"{w.arch} {w.key}")
+    return check(
+        {k: quantities(c) for k, c in m.kernels.items()}, budget, data["tolerance"], f"{w.arch} {w.key}"
+    )
 
 
 def update(results: list[Measured], path: Path = FILE, tolerance: float = 0.03) -> None:
@@ -79,7 +83,7 @@ def update(results: list[Measured], path: Path = FILE, tolerance: float = 0.03) 
             k: quantities(c) for k, c in sorted(m.kernels.items())
         }
     head = (
-        "# Wave-instruction budgets of the Triton kernels on the simulated GPUs, workload of ci/cdna_sim/workloads.py.\n"
+        "# Wave-instruction budgets of the Triton kernels on the simulated GPUs; workload: ci/cdna_sim/workloads.py.\n"
         "# issue: VALU + MFMA. Written by `python -m ci.cdna_sim all --update`; raise one only with a reason.\n"
     )
     path.write_text(head + yaml.safe_dump(data, sort_keys=True, default_flow_style=None, width=110))

@@ -12,7 +12,9 @@ from .counters import ARCH, CLASSES, model
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m ci.cdna_sim", description=__doc__)
-    p.add_argument("kernel", nargs="+", help="store, decode, reduce, prepare, dequantize, all; or a .hsaco file to list")
+    p.add_argument(
+        "kernel", nargs="+", help="store, decode, reduce, prepare, dequantize, all; or a .hsaco file to list"
+    )
     p.add_argument("--arch", action="append", choices=workloads.ARCHS)
     p.add_argument("--layout", action="append", choices=workloads.LAYOUTS)
     p.add_argument("--preset", action="append", choices=workloads.PRESETS)
@@ -77,13 +79,25 @@ def show(console: Any, m: workloads.Measured, mnemonics: bool) -> None:
     for k, c in m.kernels.items():
         t.add_row(k, *(str(c.instructions[x]) for x in CLASSES), str(c.total))
     console.print(t)
-    t = Table(title=f"{w.arch} ({ARCH[w.arch].name}): issue against bandwidth, {m.bytes_per_element:.3f} bytes per element")
-    for c in ("kernel", "waves", "loaded B", "stored B", "LDS conflict cycles", "lane-instr / element", "budget", "bound"):
+    t = Table(
+        title=f"{w.arch} ({ARCH[w.arch].name}): issue against bandwidth, {m.bytes_per_element:.3f} bytes per element"
+    )
+    for c in (
+        "kernel",
+        "waves",
+        "loaded B",
+        "stored B",
+        "LDS conflict cycles",
+        "lane-instr / element",
+        "budget",
+        "bound",
+    ):
         t.add_column(c, justify="left" if c == "kernel" else "right")
     for k, c in m.kernels.items():
         r = model(w.arch, c, m.elements[k], m.bytes_per_element)
         t.add_row(k, str(c.waves), str(c.loaded()), str(c.stored()), str(c.bank_conflict_cycles),
-                  f"{r['lane_instructions_per_element']:.2f}", f"{r['roofline_budget']:.2f}", str(r["bound"]))  # fmt: skip
+                  f"{r['lane_instructions_per_element']:.2f}", f"{r['roofline_budget']:.2f}",
+                  str(r["bound"]))  # fmt: skip
     console.print(t)
     t = Table(title="bytes by width")
     widths = sorted({b for c in m.kernels.values() for b in c.bytes})

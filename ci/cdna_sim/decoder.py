@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from itertools import pairwise
 
 from .errors import DecodeError
 
@@ -72,11 +73,27 @@ class Instr:
 
     def __str__(self) -> str:
         ops = []
-        for key in ("vdst", "sdst", "sdata", "vdata", "src0", "vsrc0", "src1", "vsrc1", "src2", "ssrc0", "ssrc1"):
+        for key in (
+            "vdst",
+            "sdst",
+            "sdata",
+            "vdata",
+            "src0",
+            "vsrc0",
+            "src1",
+            "vsrc1",
+            "src2",
+            "ssrc0",
+            "ssrc1",
+        ):
             if key in self.fields:
                 ops.append(f"{key}={operand_name(self.fields[key], key, self.literal)}")
         for key, val in self.fields.items():
-            if key not in ("op", "encoding", "literal") and not any(o.startswith(key + "=") for o in ops) and val:
+            if (
+                key not in ("op", "encoding", "literal")
+                and not any(o.startswith(key + "=") for o in ops)
+                and val
+            ):
                 ops.append(f"{key}={val:#x}" if val > 9 else f"{key}={val}")
         return f"{self.name} " + ", ".join(ops)
 
@@ -140,9 +157,7 @@ class Decoder:
         name, fmt, fields, size, literal = hit
         return Instr(name, fmt, fields, addr, size, literal)
 
-    def _decode_window(
-        self, window: bytes, addr: int
-    ) -> tuple[str, str, dict[str, int], int, int | None]:
+    def _decode_window(self, window: bytes, addr: int) -> tuple[str, str, dict[str, int], int, int | None]:
         if len(window) < 4:
             raise DecodeError("code ends in the middle of an instruction", hex(addr))
         word = struct.unpack_from("<I", window)[0]
@@ -159,7 +174,9 @@ class Decoder:
         for suffix in ("_e32", "_e64"):
             name = name.removesuffix(suffix)
         size = ins.size()
-        if name.startswith("v_mfma") and size == 8:  # some come as plain VOP3P records: same bits, other names
+        if (
+            name.startswith("v_mfma") and size == 8
+        ):  # some come as plain VOP3P records: same bits, other names
             raw = ins._raw
             fields |= {"cbsz": raw >> 8 & 7, "abid": raw >> 11 & 15, "acc_cd": raw >> 15 & 1, "acc": raw >> 59 & 3,
                        "blgp": raw >> 61 & 7}  # fmt: skip
@@ -201,7 +218,7 @@ def decode_reachable(dec: Decoder, code: bytes, base: int, entries: list[int]) -
                 break
             addr += ins.size
     out = [seen[a] for a in sorted(seen)]
-    for a, b in zip(out, out[1:], strict=False):
+    for a, b in pairwise(out):
         if a.addr + a.size > b.addr:
             raise DecodeError("overlapping instructions: a branch goes into the middle of one", b.where)
     return out

@@ -2,8 +2,8 @@
 
 All waves of a batch of workgroups start as one group. A basic block runs as a list of closures; at its end a branch may
 split the group. Of the groups that can run, the one at the lowest address goes first, so waves meet again at the join
-after a divergent region (a group that ran very often while others waited yields once, so that spinning cannot starve the
-wave it waits for). Waves of one workgroup wait for each other at s_barrier.
+after a divergent region (a group that ran very often while others waited yields once, so that spinning cannot starve
+the wave it waits for). Waves of one workgroup wait for each other at s_barrier.
 """
 
 from __future__ import annotations
@@ -122,7 +122,11 @@ class Simulator:
     def _decode(self, k: Kernel) -> tuple[list[Instr], int]:
         hit = self._programs.get(k.name)
         if hit is None:
-            text = next(s for s in self.code.segments if s.executable and s.address <= k.entry < s.address + len(s.data))
+            text = next(
+                s
+                for s in self.code.segments
+                if s.executable and s.address <= k.entry < s.address + len(s.data)
+            )
             # With preloaded kernel arguments the firmware enters 256 bytes further on.
             entry = k.entry + (256 if k.preload_length else 0)
             hit = (decode_reachable(Decoder(self.code.arch), text.data, text.address, [entry]), entry)
@@ -266,7 +270,9 @@ class Program:
             if s.address <= i.addr < s.address + len(s.data):
                 va = code_base[s.name].va + i.addr + 4 - s.address
                 shift = va - (i.addr + 4)
-                others = [o for o in self.sim.code.segments if not o.executable and o.name != ".relro_padding"]
+                others = [
+                    o for o in self.sim.code.segments if not o.executable and o.name != ".relro_padding"
+                ]
                 if any(len(o.data) > 64 for o in others):
                     raise UnsupportedError("PC-relative constants outside the code section", i.where)
                 del shift

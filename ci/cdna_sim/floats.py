@@ -225,7 +225,9 @@ def flush32(x: Array) -> Array:
     """Denormal fp32 values to zeros of the same sign."""
     u = np.ascontiguousarray(x, F32).view(U32)
     den = (u & np.uint32(0x7F800000)) == 0
-    return np.where(den, u & np.uint32(0x80000000), u).astype(U32).view(F32) if den.any() else np.asarray(x, F32)
+    return (
+        np.where(den, u & np.uint32(0x80000000), u).astype(U32).view(F32) if den.any() else np.asarray(x, F32)
+    )
 
 
 def flush16(x: Array) -> Array:

@@ -76,7 +76,9 @@ def simulated_launches(
         values = {n: bound[n] for n, t in signature.items() if t != "constexpr"}
         never = [n for n in values if undefined is not None and undefined(self.__name__, n)]
         hsaco = mutate(self.__name__, compiled) if mutate is not None else None
-        result = simulate_triton(compiled, where, values, check=check, undefined=never, budget=budget, hsaco=hsaco)
+        result = simulate_triton(
+            compiled, where, values, check=check, undefined=never, budget=budget, hsaco=hsaco
+        )
         log.append(Launch(self.__name__, where, compiled, result))
         return compiled
 

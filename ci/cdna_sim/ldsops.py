@@ -200,7 +200,13 @@ def build(ctx: Ctx, ins: Instr, m: Machine) -> Step:
 
 
 def _read_step(
-    ax: _Access, m: Machine, where: str, rows: list[int], parts: list[tuple[int, int, list[int]]], ext: str, d16: str
+    ax: _Access,
+    m: Machine,
+    where: str,
+    rows: list[int],
+    parts: list[tuple[int, int, list[int]]],
+    ext: str,
+    d16: str,
 ) -> Step:
     total = sum(p[1] for p in parts)
 
@@ -310,7 +316,9 @@ def _transpose(ctx: Ctx, ins: Instr, m: Machine) -> Step:
         out = np.zeros(q.shape, U64)
         mask = U64((1 << width) - 1)
         for j in range(n):
-            out |= ((q[:, src_lane[:, j]] >> (src_elem[:, j].astype(U64) * U64(width))) & mask) << U64(width * j)
+            out |= ((q[:, src_lane[:, j]] >> (src_elem[:, j].astype(U64) * U64(width))) & mask) << U64(
+                width * j
+            )
         return [out.astype(U32), (out >> U64(32)).astype(U32)]
 
     def step(g: WaveGroup) -> None:
@@ -318,7 +326,9 @@ def _transpose(ctx: Ctx, ins: Instr, m: Machine) -> Step:
         g.check_pending(rows, where)
         d, sh = ax.read(g, a + off, 8)
         m.count_bytes("lds_read64", 8, g.mask)
-        write_loaded(g, m, where, rows, regroup(d), None if sh is None else regroup(sh), "", "", "lgkm", "lds")
+        write_loaded(
+            g, m, where, rows, regroup(d), None if sh is None else regroup(sh), "", "", "lgkm", "lds"
+        )
 
     return step
 

@@ -218,7 +218,8 @@ def _kernel(meta: dict[str, Any], segments: list[Segment], symbols: dict[str, tu
     entry = kd_addr + entry_off
     name = meta[".name"]
     args = [
-        KernelArg(a[".offset"], a[".size"], a[".value_kind"], a.get(".name", "")) for a in meta.get(".args", [])
+        KernelArg(a[".offset"], a[".size"], a[".value_kind"], a.get(".name", ""))
+        for a in meta.get(".args", [])
     ]
     # gfx90a and later: vgprs are allocated in units of 8; the AGPRs follow at ACCUM_OFFSET.
     return Kernel(

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .errors import OutOfBoundsError, PendingError, RaceError, SimError, UninitError
+from .errors import OutOfBoundsError, PendingError, RaceError, UninitError
 
 Array = npt.NDArray[Any]
 U8, U32, U64 = np.uint8, np.uint32, np.uint64
@@ -258,7 +258,9 @@ class Lds:
         if (after != m).any():  # lanes of several waves read the same byte in this very instruction
             self.reader[i[after != m]] = 255
 
-    def note_write(self, idx: Array, data: Array, me: Array, mask: Array, where: str, dma: bool = False) -> None:
+    def note_write(
+        self, idx: Array, data: Array, me: Array, mask: Array, where: str, dma: bool = False
+    ) -> None:
         """Lanes write data [..., nbytes] at idx."""
         if not self.race:
             return

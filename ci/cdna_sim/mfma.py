@@ -172,7 +172,9 @@ def build(ctx: Ctx, ins: Instr, m: Machine) -> Step:
             prod = np.matmul(a, b.transpose(0, 1, 3, 2))  # [n, block, row, col]
         p = np.moveaxis(prod[:, bi, ri, ci], 1, 0)  # [reg, n, lane]
         if is_int:
-            c: Any = g.I[c_row : c_row + nd].astype(np.int64) if c_row >= 0 else c_const.view(I32).astype(np.int64)
+            c: Any = (
+                g.I[c_row : c_row + nd].astype(np.int64) if c_row >= 0 else c_const.view(I32).astype(np.int64)
+            )
             r: Any = ((p.astype(np.int64) + c) & 0xFFFFFFFF).astype(U32)
         else:
             c = g.F[c_row : c_row + nd].astype(F64) if c_row >= 0 else c_const.view(F32).astype(F64)

@@ -55,7 +55,9 @@ class Ctx:
         """Row of a vector register, checked against the kernel's allocation."""
         limit = self.na if acc else self.nv
         if index + count > limit:
-            raise DecodeError(f"{'a' if acc else 'v'}{index + count - 1} lies beyond the kernel's {limit}", ins.where)
+            raise DecodeError(
+                f"{'a' if acc else 'v'}{index + count - 1} lies beyond the kernel's {limit}", ins.where
+            )
         return index + (self.nv if acc else 0)
 
     def src(self, ins: Instr, code: int, t: str, acc: bool = False) -> Src:
@@ -117,7 +119,8 @@ class Ctx:
                        lambda g: [np.where(g.SCCU, ONES, U32(0))[:, None]], (SCC_ID,))  # fmt: skip
         if code == 251:
             return Src(lambda g: (g.S64[53] == 0).astype(dtype)[:, None],
-                       lambda g: [np.where(g.SU64[53] != 0, ONES, U32(0))[:, None]], (S_ID + 106, S_ID + 107))  # fmt: skip
+                       lambda g: [np.where(g.SU64[53] != 0, ONES, U32(0))[:, None]],
+                       (S_ID + 106, S_ID + 107))  # fmt: skip
         if code == 252:
             return Src(lambda g: (g.S64[63] == 0).astype(dtype)[:, None], lambda g: [0], ())
         apertures = {235: 0, 236: 0xFFFFFFFF, 237: 0, 238: 0xFFFFFFFF}

@@ -229,7 +229,9 @@ class Scalar:
         self.shadow = lambda g: z
 
 
-def _writer(ins: Instr, code: int, width: int) -> tuple[Callable[[WaveGroup, Any, Any], None], tuple[int, ...]]:
+def _writer(
+    ins: Instr, code: int, width: int
+) -> tuple[Callable[[WaveGroup, Any, Any], None], tuple[int, ...]]:
     if not is_sreg(code):
         raise UnsupportedError(f"scalar destination {code}", ins.where)
     if width == 32:
@@ -325,7 +327,15 @@ def _run(
 def name_is_add(where: str) -> bool:
     """Is the instruction of this report text an integer addition or subtraction?"""
     name = where.split(": ", 1)[-1].split(" ", 1)[0]
-    return name in ("s_add_u32", "s_add_i32", "s_sub_u32", "s_sub_i32", "s_mul_i32", "s_addk_i32", "s_mulk_i32")
+    return name in (
+        "s_add_u32",
+        "s_add_i32",
+        "s_sub_u32",
+        "s_sub_i32",
+        "s_mul_i32",
+        "s_addk_i32",
+        "s_mulk_i32",
+    )
 
 
 def _sop2(ctx: Ctx, ins: Instr) -> Step:

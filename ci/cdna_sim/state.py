@@ -45,7 +45,7 @@ Array = npt.NDArray[Any]
 class Outstanding:
     """One memory operation in flight, for the waves in `mask` (None: all waves of the group)."""
 
-    __slots__ = ("where", "regs", "kind", "mask", "clean", "lds")
+    __slots__ = ("clean", "kind", "lds", "mask", "regs", "where")
 
     def __init__(self, where: str, regs: tuple[int, ...], kind: str, clean: bool, lds: Any = None) -> None:
         self.where = where
@@ -155,7 +155,9 @@ class WaveGroup:
             self.lgkm = self._retire(self.lgkm, lgkm, released, ordered=False)
         return released
 
-    def _retire(self, queue: list[Outstanding], count: int, released: list[Any], ordered: bool) -> list[Outstanding]:
+    def _retire(
+        self, queue: list[Outstanding], count: int, released: list[Any], ordered: bool
+    ) -> list[Outstanding]:
         if count == 0:
             for op in queue:
                 self._done(op, None, released, "vm" if ordered else "lgkm")
@@ -225,7 +227,8 @@ class WaveGroup:
                 waves = self.wave if op.mask is None else self.wave[op.mask]
                 name = f"s{r - S_ID}" if r >= S_ID else self.vname(r)
                 raise PendingError(
-                    f"{name} is used before an s_waitcnt covers the load at {op.where} (wave {int(waves[0])})", where
+                    f"{name} is used before an s_waitcnt covers the load at {op.where} (wave {int(waves[0])})",
+                    where,
                 )
 
     def vname(self, row: int) -> str:
@@ -286,7 +289,12 @@ class WaveGroup:
         for r in self.dirty:
             if r < S_ID:
                 vu[r] = self.VU[r][idx]
-        g.bind(self.V[:, idx], vu, np.ascontiguousarray(self.S64[:, idx]), np.ascontiguousarray(self.SU64[:, idx]))
+        g.bind(
+            self.V[:, idx],
+            vu,
+            np.ascontiguousarray(self.S64[:, idx]),
+            np.ascontiguousarray(self.SU64[:, idx]),
+        )
         g.SCC, g.SCCU = self.SCC[idx], self.SCCU[idx]
         g.dirty = set(self.dirty)
         renew: dict[int, Outstanding] = {}
@@ -323,7 +331,9 @@ class WaveGroup:
         vu = np.zeros((g.num_v, g.n, 64), U32)
         for r in g.dirty:
             if r < S_ID:
-                vu[r] = np.concatenate([x.VU[r] if r in x.dirty else np.zeros_like(x.VU[r]) for x in groups])[order]
+                vu[r] = np.concatenate([x.VU[r] if r in x.dirty else np.zeros_like(x.VU[r]) for x in groups])[
+                    order
+                ]
         su = np.concatenate([x.SU64 for x in groups], axis=1)[:, order]
         g.bind(
             np.concatenate([x.V for x in groups], axis=1)[:, order],

@@ -114,7 +114,8 @@ def as_numpy(x: Any) -> Array:
 
 
 def simulate_triton(
-    compiled: Any, grid: Sequence[int] | int, args: Mapping[str, Any] | Sequence[Any], *, check: str | Iterable[str] = "all",
+    compiled: Any, grid: Sequence[int] | int, args: Mapping[str, Any] | Sequence[Any], *,
+    check: str | Iterable[str] = "all",
     undefined: Iterable[str] = (), budget: int = 50_000_000, max_waves: int = 128, hsaco: bytes | None = None,
 ) -> Result:  # fmt: skip
     """Run a compiled Triton kernel; arrays are registered as buffers and changed in place.

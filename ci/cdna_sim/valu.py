@@ -41,7 +41,9 @@ class Op:
     data: tuple[int, ...] = ()
     fp: bool = False
     accumulate: bool = False  # the destination is the last source too
-    shift: tuple[int, bool] | None = None  # "add" with a shift: its operand, and whether it comes before the addition
+    shift: tuple[int, bool] | None = (
+        None  # "add" with a shift: its operand, and whether it comes before the addition
+    )
 
 
 OPS: dict[str, Op] = {}
@@ -50,7 +52,9 @@ OPS: dict[str, Op] = {}
 def _op(names: str, dst: str, src: str, fn: Callable[..., Any], spread: str = "any", data: tuple[int, ...] = (),
         fp: bool | None = None, acc: bool = False, shift: tuple[int, bool] | None = None) -> None:  # fmt: skip
     for n in names.split():
-        OPS[n] = Op(fn, dst, src, spread, data, (dst in "fhD" and src[:1] in "fhD") if fp is None else fp, acc, shift)
+        OPS[n] = Op(
+            fn, dst, src, spread, data, (dst in "fhD" and src[:1] in "fhD") if fp is None else fp, acc, shift
+        )
 
 
 # -- 32-bit integer and bit operations ---------------------------------------------------------------------------
@@ -328,7 +332,12 @@ _op("v_cvt_f32_i32", "f", "i", lambda a: a.astype(F32))
 _op("v_cvt_f32_u32", "f", "u", lambda a: a.astype(F32))
 _op("v_cvt_i32_f32", "i", "f", lambda a: fl.to_int(a, -(2**31), 2**31 - 1, I32))
 _op("v_cvt_u32_f32", "u", "f", lambda a: fl.to_int(a, 0, 2**32 - 1, U32))
-_op("v_cvt_rpi_i32_f32", "i", "f", lambda a: fl.to_int(np.floor(a.astype(F64) + 0.5), -(2**31), 2**31 - 1, I32))
+_op(
+    "v_cvt_rpi_i32_f32",
+    "i",
+    "f",
+    lambda a: fl.to_int(np.floor(a.astype(F64) + 0.5), -(2**31), 2**31 - 1, I32),
+)
 _op("v_cvt_flr_i32_f32", "i", "f", lambda a: fl.to_int(np.floor(a), -(2**31), 2**31 - 1, I32))
 _op("v_cvt_f16_f32", "h", "f", lambda a: a.astype(F16))
 _op("v_cvt_f32_f16", "f", "h", lambda a: a.astype(F32))
@@ -344,8 +353,20 @@ _op("v_cvt_u16_f16", "w", "h", lambda a: fl.to_int(a, 0, 65535, U16))
 _op("v_cvt_i16_f16", "s", "h", lambda a: fl.to_int(a, -32768, 32767, np.int16))
 _op("v_cvt_f32_bf16", "f", "w", lambda a: fl.bf16_bits_to_f32(a.astype(U32)))
 for _k in range(4):
-    _op(f"v_cvt_f32_ubyte{_k}", "f", "u", lambda a, k=_k: ((a >> U32(8 * k)) & U32(0xFF)).astype(F32), fp=False)
-_op("v_cvt_off_f32_i4", "f", "u", lambda a: (((a & U32(15)) ^ U32(8)).astype(F32) - F32(8)) / F32(16), fp=False)
+    _op(
+        f"v_cvt_f32_ubyte{_k}",
+        "f",
+        "u",
+        lambda a, k=_k: ((a >> U32(8 * k)) & U32(0xFF)).astype(F32),
+        fp=False,
+    )
+_op(
+    "v_cvt_off_f32_i4",
+    "f",
+    "u",
+    lambda a: (((a & U32(15)) ^ U32(8)).astype(F32) - F32(8)) / F32(16),
+    fp=False,
+)
 
 
 def _pack16(lo: Array, hi: Array) -> Array:
@@ -362,12 +383,16 @@ _op("v_cvt_pk_i16_i32", "u", "ii", lambda a, b: _pack16(np.clip(a, -32768, 32767
 
 
 def _norm(x: Array, scale: int, lo: int) -> Array:
-    return fl.to_int(np.rint(np.clip(np.nan_to_num(x.astype(F64)), lo, 1) * scale), lo * scale, scale, I32).astype(U16)
+    return fl.to_int(
+        np.rint(np.clip(np.nan_to_num(x.astype(F64)), lo, 1) * scale), lo * scale, scale, I32
+    ).astype(U16)
 
 
 for _f in ("f32", "f16"):
     _ft = "f" if _f == "f32" else "h"
-    _op(f"v_cvt_pknorm_i16_{_f}", "u", _ft * 2, lambda a, b: _pack16(_norm(a, 32767, -1), _norm(b, 32767, -1)))
+    _op(
+        f"v_cvt_pknorm_i16_{_f}", "u", _ft * 2, lambda a, b: _pack16(_norm(a, 32767, -1), _norm(b, 32767, -1))
+    )
     _op(f"v_cvt_pknorm_u16_{_f}", "u", _ft * 2, lambda a, b: _pack16(_norm(a, 65535, 0), _norm(b, 65535, 0)))
 _op("v_cvt_pk_u8_f32", "u", "fuu", lambda a, b, c: (c & ~(U32(0xFF) << ((b & U32(3)) * U32(8))))
     | (fl.to_int(np.rint(a), 0, 255, U32) << ((b & U32(3)) * U32(8))), fp=False)  # fmt: skip
@@ -529,7 +554,9 @@ class Dpp:
     def __init__(self, ins: Instr) -> None:
         self.src, self.ok = dpp_table(ins.dpp, ins.where)
         lane = np.arange(64)
-        self.enabled = ((ins.row_mask >> (lane >> 4)) & 1 & (ins.bank_mask >> ((lane >> 2) & 3)) & 1).astype(bool)
+        self.enabled = ((ins.row_mask >> (lane >> 4)) & 1 & (ins.bank_mask >> ((lane >> 2) & 3)) & 1).astype(
+            bool
+        )
         self.zero = bool(ins.bc)
 
     def wrap(self, s: Src) -> Src:
@@ -1005,7 +1032,8 @@ _COND_INT: dict[str, Callable[[Any, Any], Any]] = {
 _COND_FP: dict[str, Callable[[Any, Any], Any]] = {
     "f": _COND_INT["f"], "lt": np.less, "eq": np.equal, "le": np.less_equal, "gt": np.greater,
     "lg": lambda a, b: (a < b) | (a > b), "ge": np.greater_equal, "o": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
-    "u": lambda a, b: np.isnan(a) | np.isnan(b), "nge": lambda a, b: ~(a >= b), "nlg": lambda a, b: ~((a < b) | (a > b)),
+    "u": lambda a, b: np.isnan(a) | np.isnan(b), "nge": lambda a, b: ~(a >= b),
+    "nlg": lambda a, b: ~((a < b) | (a > b)),
     "ngt": lambda a, b: ~(a > b), "nle": lambda a, b: ~(a <= b), "neq": np.not_equal, "nlt": lambda a, b: ~(a < b),
     "tru": _COND_INT["t"],
 }  # fmt: skip
@@ -1244,7 +1272,9 @@ def build_lane(ctx: Ctx, ins: Instr) -> Step:
     ids2 = frozenset((row, S_ID + sdst, *(sel.ids if sel else ())))
 
     def rl(g: WaveGroup) -> None:
-        ln = _first_lane(g) if sel is None else np.broadcast_to(sel.get(g)[:, 0] & U32(63), (g.n,)).astype(int)
+        ln = (
+            _first_lane(g) if sel is None else np.broadcast_to(sel.get(g)[:, 0] & U32(63), (g.n,)).astype(int)
+        )
         n = np.arange(g.n)
         sh = None
         if not g.dirty.isdisjoint(ids2):
@@ -1354,7 +1384,6 @@ def build_div(ctx: Ctx, ins: Instr) -> Step:
         return fmas
     sdst = ins.sdst
     all_ids2 = ids | set(dst.ids) | {S_ID + sdst, S_ID + sdst + 1}
-    bias = 1023 if t == "D" else 127
 
     def exponent(x: Array) -> Array:
         if t == "D":
@@ -1368,7 +1397,7 @@ def build_div(ctx: Ctx, ins: Instr) -> Step:
         eb, ec = exponent(b), exponent(c)
         den_b = (eb == 0) & (b != 0)
         with np.errstate(all="ignore"):
-            rcp_den = eb >= 2 * bias - 1 if t == "f" else eb >= 2 * bias - 1
+            rcp_den = (np.abs(dt.type(1) / b) < np.finfo(dt).tiny) & np.isfinite(b)
             q = c.astype(np.longdouble) / b.astype(np.longdouble)
             q_den = (np.abs(q) < np.finfo(dt).tiny) & (q != 0)
         is_den, is_num = a == b, a == c
@@ -1528,7 +1557,8 @@ def _scalef32(ctx: Ctx, ins: Instr, fmt: fl.Float8) -> Step:
             return build_op(ctx, bare, Op(to32, "Q", "uf", fp=False))
         if pk and to == "f16":
             return build_op(ctx, bare, Op(
-                lambda v, s: _pack16(*[(dec(v, k) * _pow2(s)).astype(F16) for k in (0, 1)]), "u", "uf", fp=False))  # fmt: skip
+                lambda v, s: _pack16(*[(dec(v, k) * _pow2(s)).astype(F16) for k in (0, 1)]), "u", "uf",
+                fp=False))  # fmt: skip
         if pk and to == "bf16":
 
             def tobf(v: Any, s: Any) -> Any:
@@ -1538,7 +1568,9 @@ def _scalef32(ctx: Ctx, ins: Instr, fmt: fl.Float8) -> Step:
             return build_op(ctx, bare, Op(tobf, "u", "uf", fp=False))
         if not pk and to == "f32":
             del src, scale
-            return build_op(ctx, bare, Op(lambda v, s: (dec(v, 0) * _pow2(s)).astype(F32), "f", "uf", fp=False))
+            return build_op(
+                ctx, bare, Op(lambda v, s: (dec(v, 0) * _pow2(s)).astype(F32), "f", "uf", fp=False)
+            )
     if to == "fp4" and pk and frm == "f32":
         _check_mods(ins, "neg abs opsel")
         srcs, _ = gather_sources(ctx, bare, "fff")
@@ -1549,7 +1581,9 @@ def _scalef32(ctx: Ctx, ins: Instr, fmt: fl.Float8) -> Step:
             a = np.abs(x)
             i = np.searchsorted(mids, a, side="left")
             i = i + ((a == mids[np.minimum(i, 6)]) & (i & 1 == 1))
-            return np.where(np.isnan(x), 7, np.minimum(i, 7)).astype(U32) | np.where(np.signbit(x), U32(8), U32(0))
+            return np.where(np.isnan(x), 7, np.minimum(i, 7)).astype(U32) | np.where(
+                np.signbit(x), U32(8), U32(0)
+            )
 
         return _partial_step(ctx, ins, srcs, lambda g, v: enc4(v[0].astype(F64) / _pow2(v[2]))
                              | (enc4(v[1].astype(F64) / _pow2(v[2])) << U32(4)), 8 * (opsel >> 2), 8)  # fmt: skip
@@ -1723,7 +1757,9 @@ def build_packed32(ctx: Ctx, ins: Instr) -> Step:
             g.check_pending(ids, where)
             for parts in (lo, hi):
                 if mov:
-                    shs.append(np.array(np.broadcast_to(np.asarray(parts[0].shadow(g)[0], U32), g.mask.shape)))
+                    shs.append(
+                        np.array(np.broadcast_to(np.asarray(parts[0].shadow(g)[0], U32), g.mask.shape))
+                    )
                 else:
                     bad = any_lanes([s.shadow(g) for s in parts])
                     shs.append(np.broadcast_to(np.where(bad, ONES, U32(0)), g.mask.shape))
@@ -1753,7 +1789,11 @@ def build_mix(ctx: Ctx, ins: Instr) -> Step:
                 c = np.array([[v]], U16).view(F16).astype(F32)
                 s = Src(lambda g, c=c: c, lambda g: [0], ())
             else:
-                h = _hi_half(ctx, ins, code, "h") if ins.opsel >> k & 1 else _lo_shadow(ctx.src(ins, code, "h"))
+                h = (
+                    _hi_half(ctx, ins, code, "h")
+                    if ins.opsel >> k & 1
+                    else _lo_shadow(ctx.src(ins, code, "h"))
+                )
                 s = Src(lambda g, h=h: h.get(g).astype(F32), h.shadow, h.ids)
         else:
             s = ctx.src(ins, code, "f")

@@ -103,7 +103,9 @@ def _load_shadow_split(m: Machine, off: Array, nbytes: int) -> list[Any] | None:
     return None if sh is None else list(sh)
 
 
-def global_load(g: WaveGroup, m: Machine, addr: Array, mask: Array, nbytes: int, where: str) -> tuple[list[Any], Any]:
+def global_load(
+    g: WaveGroup, m: Machine, addr: Array, mask: Array, nbytes: int, where: str
+) -> tuple[list[Any], Any]:
     """Load nbytes per active lane; inactive lanes get arbitrary defined values."""
     off = m.mem.locate(addr, None if mask is g.mask and g.full else mask, nbytes, where, False)
     sh = _load_shadow_split(m, off, nbytes)
@@ -183,7 +185,9 @@ class BufferAddress:
         b = self.base >> 1
         if not g.dirty.isdisjoint(self.ids):
             g.check_pending(self.ids, self.where)
-            self.m.uninit("a buffer resource", ((g.SU64[b] != 0) | (g.SU64[b + 1] != 0)) & g.mask.any(1), self.where)
+            self.m.uninit(
+                "a buffer resource", ((g.SU64[b] != 0) | (g.SU64[b + 1] != 0)) & g.mask.any(1), self.where
+            )
             self.m.uninit("a buffer offset", (self.soff.shadow(g) != 0) & g.mask.any(1), self.where)
             if self.v is not None and self.v in g.dirty:
                 self.m.uninit("an address", (g.VU[self.v] != 0) & g.mask, self.where)
@@ -375,7 +379,8 @@ def _scratch_offset(ctx: Ctx, ins: Instr, m: Machine) -> Callable[[WaveGroup, in
         if bad.any():
             w, lane = np.argwhere(bad)[0]
             raise OutOfBoundsError(
-                f"scratch access of {nbytes} bytes at {int(o[w, lane])} of {m.scratch_size}, lane {lane}", where
+                f"scratch access of {nbytes} bytes at {int(o[w, lane])} of {m.scratch_size}, lane {lane}",
+                where,
             )
         base = (g.wave[:, None].astype(np.int64) * 64 + np.arange(64)) * m.scratch_stride
         return base + np.where(g.mask, o, 0)

@@ -57,7 +57,9 @@ def measure(w: Workload, parts: Iterable[str] = ("store", "decode"), check: str 
     g = torch.Generator().manual_seed(7)
     hk, d = NUM_KV_HEADS, w.head_size
     layer = LayerSpec(0, hk * GQA, hk, d, dtype="bf16")
-    decision = Decision(layer, Target("amd", w.arch), get_preset(w.preset), BLOCK_SIZE, f"triton_{w.layout}", w.layout)
+    decision = Decision(
+        layer, Target("amd", w.arch), get_preset(w.preset), BLOCK_SIZE, f"triton_{w.layout}", w.layout
+    )
     tokens = sum(SEQ_LENS)
     blocks = [(n + BLOCK_SIZE - 1) // BLOCK_SIZE for n in SEQ_LENS]
     table = torch.full((len(SEQ_LENS), max(blocks)), -1, dtype=torch.int32)
@@ -103,7 +105,9 @@ def add(a: Counters, b: Counters) -> Counters:
     )  # fmt: skip
 
 
-def selected(archs: Iterable[str], layouts: Iterable[str], presets: Iterable[str], sizes: Iterable[int]) -> list[Workload]:
+def selected(
+    archs: Iterable[str], layouts: Iterable[str], presets: Iterable[str], sizes: Iterable[int]
+) -> list[Workload]:
     """All combinations."""
     return [Workload(a, y, p, d) for a in archs for y in layouts for p in presets for d in sizes]
 

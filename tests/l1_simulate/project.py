@@ -73,7 +73,9 @@ def problem(arch: str, layout: str, preset: str, head_size: int, splits: int = 2
     return Problem(bound, key, value, query, index, table, seq, cache_, out, lse, sinks, deq[0], deq[1])
 
 
-def store_differences(p: Problem, arch: str, mutate: Mutate | None = None, store: Any = None) -> dict[str, int]:
+def store_differences(
+    p: Problem, arch: str, mutate: Mutate | None = None, store: Any = None
+) -> dict[str, int]:
     """Bytes that differ from the reference after a simulated store, by field."""
     got = p.empty_cache()
     want = p.empty_cache()

@@ -33,9 +33,17 @@ def pool(kind: str, seed: int, n: int = 64) -> np.ndarray:
         x = (rng.standard_normal(n) * np.exp2(rng.integers(-20, 20, n))).astype(np.float32).view(U32)
         edges = _F32_EDGES
     elif kind == "g":  # moderate fp32
-        x, edges = (rng.standard_normal(n) * 8).astype(np.float32).view(U32), [0x00000000, 0x80000000, 0x3F800000]
+        x, edges = (
+            (rng.standard_normal(n) * 8).astype(np.float32).view(U32),
+            [0x00000000, 0x80000000, 0x3F800000],
+        )
     elif kind == "h":
-        x = (rng.standard_normal(n) * np.exp2(rng.integers(-8, 8, n))).astype(np.float16).view(np.uint16).astype(U32)
+        x = (
+            (rng.standard_normal(n) * np.exp2(rng.integers(-8, 8, n)))
+            .astype(np.float16)
+            .view(np.uint16)
+            .astype(U32)
+        )
         edges = _F16_EDGES
     elif kind == "p":  # two fp16
         a, b = pool("h", seed, n), pool("h", seed + 1, n)

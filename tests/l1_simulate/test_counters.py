@@ -35,14 +35,24 @@ def test_instruction_classes_and_bytes() -> None:
     c = run_snippet("gfx942", text, {1: LANE * 0}, lds=1024, check=("oob",))[2].counters
     diff = Counter(c.instructions)
     diff.subtract(base.instructions)
-    assert {k: n for k, n in diff.items() if n} == {"valu": 2, "salu": 1, "lds": 2, "vmem": 1, "mfma": 1, "branch": 1, "other": -1}
+    assert {k: n for k, n in diff.items() if n} == {
+        "valu": 2,
+        "salu": 1,
+        "lds": 2,
+        "vmem": 1,
+        "mfma": 1,
+        "branch": 1,
+        "other": -1,
+    }
     assert c.bytes["lds_write32"] == 256
     assert c.bytes["lds_read64"] == 512
     assert c.bytes["load64"] == 512
 
 
 def test_loops_count_every_iteration() -> None:
-    k = compile_triton(tk.masked_add, {"x": "*fp32", "y": "*fp32", "o": "*fp32", "n": "i32"}, {"B": 256}, ["x", "y", "o"])
+    k = compile_triton(
+        tk.masked_add, {"x": "*fp32", "y": "*fp32", "o": "*fp32", "n": "i32"}, {"B": 256}, ["x", "y", "o"]
+    )
     x = np.ones(2048, np.float32)
     one = simulate_triton(k, 1, [x, x, x.copy(), 256]).counters
     eight = simulate_triton(k, 8, [x, x, x.copy(), 2048]).counters

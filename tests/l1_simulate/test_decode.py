@@ -1,7 +1,7 @@
 """The loader and the decoder: every instruction of compiled kernels, compared with the compiler's own text.
 
-This is the evidence for decoding machine code with tinygrad's tables (ci/cdna_sim/README.md): names, order and sizes agree
-with LLVM's assembly for every kernel compiled here, on both targets.
+This is the evidence for decoding machine code with tinygrad's tables (ci/cdna_sim/README.md): names, order and sizes
+agree with LLVM's assembly for every kernel compiled here, on both targets.
 """
 
 from __future__ import annotations
@@ -99,7 +99,11 @@ def test_bytes_that_are_no_code_object() -> None:
 
 
 def test_messagepack() -> None:
-    assert unpack_msgpack(b"\x83\xa1a\x01\xa1b\x93\xff\xc3\xc0\xa1c\xcd\x01\x00") == {"a": 1, "b": [-1, True, None], "c": 256}
+    assert unpack_msgpack(b"\x83\xa1a\x01\xa1b\x93\xff\xc3\xc0\xa1c\xcd\x01\x00") == {
+        "a": 1,
+        "b": [-1, True, None],
+        "c": 256,
+    }
     assert unpack_msgpack(b"\xd9\x03abc") == "abc"
     with pytest.raises(DecodeError):
         unpack_msgpack(b"\xc1")
@@ -108,15 +112,18 @@ def test_messagepack() -> None:
 def test_preceding_instruction_is_not_taken_for_a_scaled_matrix_instruction() -> None:
     """The 16-byte form is recognised by its first word; a wait before a matrix instruction must stay a wait."""
     a = np.zeros(64, np.uint32)
-    v = {r: a for r in (*range(10, 18), *range(20, 28))}
-    got, _, _ = run_snippet("gfx950", "s_waitcnt vmcnt(0)\n v_mfma_f32_16x16x128_f8f6f4 v[40:43], v[10:17], v[20:27], 0",
+    v = dict.fromkeys((*range(10, 18), *range(20, 28)), a)
+    got, _, _ = run_snippet("gfx950", "s_waitcnt vmcnt(0)\n"
+                            "v_mfma_f32_16x16x128_f8f6f4 v[40:43], v[10:17], v[20:27], 0",
                             v, out=[40])  # fmt: skip
     assert (got[40] == 0).all()
 
 
 def test_workgroup_and_lane_ids() -> None:
     """Two dimensions of workgroups and lanes reach the registers where the descriptor says."""
-    k = compile_triton(tk.masked_add, {"x": "*fp32", "y": "*fp32", "o": "*fp32", "n": "i32"}, {"B": 64}, num_warps=1)
+    k = compile_triton(
+        tk.masked_add, {"x": "*fp32", "y": "*fp32", "o": "*fp32", "n": "i32"}, {"B": 64}, num_warps=1
+    )
     from ci.cdna_sim import simulate_triton
 
     x, o = np.arange(1000, dtype=np.float32), np.zeros(1000, np.float32)

@@ -17,7 +17,9 @@ def test_simulator_tests(request: pytest.FixtureRequest) -> None:
     command = [sys.executable, "-m", "pytest", str(Path(__file__).parent), "-q", "-p", "no:cacheprovider"]
     if request.config.getoption("--run-slow"):
         command.append("--run-slow")
-    done = subprocess.run(command, env=env, cwd=request.config.rootpath, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=env, cwd=request.config.rootpath, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed, done.stdout[-2000:]

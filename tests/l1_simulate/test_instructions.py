@@ -166,7 +166,9 @@ def _operands(kinds: str, seed: int) -> list[np.ndarray]:
     out = []
     for k, c in enumerate(kinds):
         if c == "k":  # byte selectors 0..15
-            out.append(np.random.default_rng(seed + k).integers(0, 16, (64, 4)).astype(np.uint8).view(U32)[:, 0])
+            out.append(
+                np.random.default_rng(seed + k).integers(0, 16, (64, 4)).astype(np.uint8).view(U32)[:, 0]
+            )
         elif c == "M":
             out.append(pool("u", seed + k))
         else:
@@ -340,7 +342,9 @@ def test_transcendental(arch: str, name: str, fn: Callable[[float], float], flus
     }[name]  # fmt: skip
     np.testing.assert_array_equal(z, np.array(table, np.float32))
     if flush and name == "v_exp_f32":  # the result of 2^-140 is a denormal: flushed
-        got, _, _ = run_snippet(arch, "v_exp_f32 v3, v1", {1: np.full(64, -140, np.float32).view(U32)}, out=[3])
+        got, _, _ = run_snippet(
+            arch, "v_exp_f32 v3, v1", {1: np.full(64, -140, np.float32).view(U32)}, out=[3]
+        )
         assert (got[3] == 0).all()
 
 
@@ -351,7 +355,9 @@ def test_denormals_are_kept_and_mode_flushes(arch: str) -> None:
     got, _, _ = run_snippet(arch, text, {1: d}, out=[3, 4])
     assert (got[3] == 0x00800000).all()
     assert (got[4] == 0x00200000).all()
-    got, _, _ = run_snippet(arch, "s_setreg_imm32_b32 hwreg(HW_REG_MODE, 4, 2), 0\n" + text, {1: d}, out=[3, 4])
+    got, _, _ = run_snippet(
+        arch, "s_setreg_imm32_b32 hwreg(HW_REG_MODE, 4, 2), 0\n" + text, {1: d}, out=[3, 4]
+    )
     assert (got[3] == 0).all()
     assert (got[4] == 0).all()
 
@@ -374,8 +380,12 @@ def test_integer_conversions(arch: str) -> None:
     got, _, _ = run_snippet(arch, text, {1: x, 2: u}, out=list(range(3, 13)))
     for k in range(64):
         f, n = f32(int(x[k])), int(u[k])
-        clip = lambda v, lo, hi, f=f: 0 if math.isnan(f) else (  # noqa: E731
-            (hi if f > 0 else lo) if math.isinf(f) else max(lo, min(hi, v(f))))
+
+        def clip(v: Callable[[float], int], lo: int, hi: int, f: float = f) -> int:
+            if math.isnan(f):
+                return 0
+            return (hi if f > 0 else lo) if math.isinf(f) else max(lo, min(hi, v(f)))
+
         assert i32(int(got[3][k])) == clip(math.trunc, -(2**31), 2**31 - 1)
         assert int(got[4][k]) == clip(math.trunc, 0, M32)
         assert got[5][k] == b32(i32(n))
@@ -417,14 +427,18 @@ def test_half_arithmetic(arch: str) -> None:
         swapped = np.stack([A[:, 1] * B[:, 0], A[:, 0] * B[:, 1]], 1)
         assert same_float(got[8].view(np.uint16), swapped.view(np.uint16).reshape(-1)).all()
         assert same_float(got[10], A[:, 0].astype(np.float32).view(U32)).all()
-        assert same_float(got[11].astype(np.uint16), f.view(np.float32).astype(np.float16).view(np.uint16)).all()
+        assert same_float(
+            got[11].astype(np.uint16), f.view(np.float32).astype(np.float16).view(np.uint16)
+        ).all()
     for k in range(64):
         lo = fma_exact(-float(A[k, 0]), float(B[k, 0]), float(C[k, 0]), 10, -14, 15)
         hi = fma_exact(float(A[k, 1]), -float(B[k, 1]), float(C[k, 1]), 10, -14, 15)
         h = np.array([lo, hi]).astype(np.float16).view(np.uint16)
         assert same_float(got[9][k : k + 1].view(np.uint16), h).all()
         up = fma_exact(float(A[k, 1]), float(B[k, 0]), float(C[k, 0]), 10, -14, 15)
-        assert same_float(got[13][k : k + 1].view(np.uint16)[:1], np.array([up]).astype(np.float16).view(np.uint16)).all()
+        assert same_float(
+            got[13][k : k + 1].view(np.uint16)[:1], np.array([up]).astype(np.float16).view(np.uint16)
+        ).all()
         assert int(got[13][k]) >> 16 == 0xABCD  # the upper half is preserved
 
 
@@ -451,7 +465,9 @@ def test_fp16_ovfl_saturates_finite_overflow(arch: str) -> None:
     for on, want in ((0, [np.inf, -np.inf, np.inf, 2]), (1, [65504, -65504, np.inf, 2])):
         got, _, _ = run_snippet(arch, f"s_setreg_imm32_b32 hwreg(HW_REG_MODE, 23, 1), {on}\n v_add_f16 v3, v1, v2",
                                 {1: a, 2: b}, out=[3])  # fmt: skip
-        np.testing.assert_array_equal(got[3].astype(np.uint16).view(np.float16)[:4], np.array(want, np.float16))
+        np.testing.assert_array_equal(
+            got[3].astype(np.uint16).view(np.float16)[:4], np.array(want, np.float16)
+        )
 
 
 # -- fp8 and bf16 ------------------------------------------------------------------------------------------------
@@ -525,7 +541,9 @@ def test_scaled_fp8_conversions_gfx950() -> None:
       v_cvt_scalef32_pk_f16_fp8 v8, v5, v3 op_sel:[1,0,0]
     """
     y = x[::-1].copy()
-    got, _, _ = run_snippet("gfx950", text, {1: x.view(U32), 2: y.view(U32), 3: scale.view(U32)}, out=[5, 6, 7, 8])
+    got, _, _ = run_snippet(
+        "gfx950", text, {1: x.view(U32), 2: y.view(U32), 3: scale.view(U32)}, out=[5, 6, 7, 8]
+    )
     t = ml_dtypes.float8_e4m3fn
     b = got[5].view(np.uint8).reshape(-1, 4)
     wx, wy = (x / 4).astype(t), (y / 4).astype(t)
@@ -627,7 +645,8 @@ def test_permlane_swap_gfx950(k: int) -> None:
 def test_readlane_writelane_readfirstlane() -> None:
     a = pool("u", 1)
     got, s, _ = run_snippet(
-        "gfx942", "v_readlane_b32 s20, v1, 37\n v_readfirstlane_b32 s21, v1\n v_mov_b32 v3, 7\n v_writelane_b32 v3, s20, 5",
+        "gfx942", "v_readlane_b32 s20, v1, 37\n v_readfirstlane_b32 s21, v1\n v_mov_b32 v3, 7\n"
+        "v_writelane_b32 v3, s20, 5",
         {1: a, 3: a}, out=[3], out_s=[20, 21], exec_mask=0xFFFFFFFFFFFFFF00)  # fmt: skip
     assert s[20] == a[37]
     assert s[21] == a[8]
@@ -645,7 +664,9 @@ def test_readlane_writelane_readfirstlane() -> None:
 )  # fmt: skip
 def test_ds_swizzle(offset: str, table: Callable[[int], int]) -> None:
     a = pool("u", 1)
-    got, _, _ = run_snippet("gfx942", f"ds_swizzle_b32 v3, v1 offset:{offset}\n s_waitcnt lgkmcnt(0)", {1: a}, out=[3])
+    got, _, _ = run_snippet(
+        "gfx942", f"ds_swizzle_b32 v3, v1 offset:{offset}\n s_waitcnt lgkmcnt(0)", {1: a}, out=[3]
+    )
     assert [int(x) for x in got[3]] == [int(a[table(i)]) for i in range(64)]
 
 
@@ -654,7 +675,8 @@ def test_ds_permute_and_bpermute() -> None:
     idx = np.random.default_rng(0).permutation(64).astype(U32)
     ex = 0xFFFFFFFFFFFFFFF0
     got, _, _ = run_snippet("gfx942", "v_mov_b32 v3, 1\n v_mov_b32 v4, 1\n ds_bpermute_b32 v3, v2, v1 offset:4\n"
-                            "ds_permute_b32 v4, v2, v1\n s_waitcnt lgkmcnt(0)", {1: a, 2: idx * 4 + 256 * (idx & 3), 3: a, 4: a},
+                            "ds_permute_b32 v4, v2, v1\n s_waitcnt lgkmcnt(0)",
+                            {1: a, 2: idx * 4 + 256 * (idx & 3), 3: a, 4: a},
                             out=[3, 4], exec_mask=ex)  # fmt: skip
     push = np.zeros(64, U32)
     for lane in range(4, 64):
@@ -670,7 +692,9 @@ def test_ds_permute_and_bpermute() -> None:
 @pytest.mark.parametrize("table", [0x6C, 0x36, 0xDE, 0x96, 0x01, 0xF0, 0xCA])
 def test_bitop3_gfx950(table: int) -> None:
     a, b, c = (pool("u", s) for s in (1, 2, 3))
-    got, _, _ = run_snippet("gfx950", f"v_bitop3_b32 v5, v1, v2, v3 bitop3:{table:#x}", {1: a, 2: b, 3: c}, out=[5])
+    got, _, _ = run_snippet(
+        "gfx950", f"v_bitop3_b32 v5, v1, v2, v3 bitop3:{table:#x}", {1: a, 2: b, 3: c}, out=[5]
+    )
     # the table applied to 0xf0, 0xcc, 0xaa is itself: bit k of the table is the result for a=k>>2, b=k>>1, c=k
     want = np.zeros(64, U32)
     for bit in range(32):
@@ -683,7 +707,8 @@ def test_bitop3_gfx950(table: int) -> None:
 
 CMP = {
     "lt": lambda a, b: a < b, "le": lambda a, b: a <= b, "eq": lambda a, b: a == b, "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b, "lg": lambda a, b: a < b or a > b, "o": lambda a, b: not (math.isnan(a) or math.isnan(b)),
+    "ge": lambda a, b: a >= b, "lg": lambda a, b: a < b or a > b,
+    "o": lambda a, b: not (math.isnan(a) or math.isnan(b)),
     "u": lambda a, b: math.isnan(a) or math.isnan(b), "nge": lambda a, b: not a >= b, "nlt": lambda a, b: not a < b,
     "neq": lambda a, b: a != b, "ngt": lambda a, b: not a > b, "nle": lambda a, b: not a <= b,
     "nlg": lambda a, b: not (a < b or a > b),
@@ -695,7 +720,9 @@ def test_compare_f32(cond: str) -> None:
     a, b = pool("f", 1), pool("f", 2)
     b[::3] = a[::3]
     ex = 0xF0F0FFFFFFFF1234
-    _, s, _ = run_snippet("gfx942", f"v_cmp_{cond}_f32 vcc, v1, v2", {1: a, 2: b}, out_s=[106, 107], exec_mask=ex)
+    _, s, _ = run_snippet(
+        "gfx942", f"v_cmp_{cond}_f32 vcc, v1, v2", {1: a, 2: b}, out_s=[106, 107], exec_mask=ex
+    )
     mask = int(s[106]) | int(s[107]) << 32
     for k in range(64):
         want = bool(ex >> k & 1) and CMP[cond](f32(int(a[k])), f32(int(b[k])))

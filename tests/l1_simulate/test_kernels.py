@@ -18,7 +18,9 @@ RNG = np.random.default_rng(0)
 def run(fn: Any, sig: dict[str, str], consts: dict[str, Any], arch: str, grid: int, args: list[Any], warps: int = 4,
         divisible: bool = True, **options: Any) -> Result:  # fmt: skip
     attrs = [n for n, t in sig.items() if t.startswith("*")] if divisible else []
-    return simulate_triton(compile_triton(fn, sig, consts, attrs, arch=arch, num_warps=warps, **options), grid, args)
+    return simulate_triton(
+        compile_triton(fn, sig, consts, attrs, arch=arch, num_warps=warps, **options), grid, args
+    )
 
 
 def close(got: np.ndarray, want: Any, tol: float = 1e-5) -> None:
@@ -47,7 +49,15 @@ def test_reductions(arch: str, warps: int, dtype: str) -> None:
     x = RNG.standard_normal((3, m, n)).astype(t)
     o, o2, o3 = np.zeros((3, m), t), np.zeros((3, n), t), np.zeros((3, m), np.int32)
     p = "*" + dtype
-    run(tk.reductions, {"x": p, "o": p, "o2": p, "o3": "*i32"}, {"N": n, "M": m}, arch, 3, [x, o, o2, o3], warps)
+    run(
+        tk.reductions,
+        {"x": p, "o": p, "o2": p, "o3": "*i32"},
+        {"N": n, "M": m},
+        arch,
+        3,
+        [x, o, o2, o3],
+        warps,
+    )
     close(o, x.astype(np.float64).sum(2), 1e-5 if dtype == "fp32" else 2e-2)
     assert (o2 == x.max(1)).all()
     assert (o3 == x.argmax(2)).all()
@@ -171,12 +181,17 @@ DOTS = ["fp16", "bf16", "fp32", "fp8e4nv", "fp8e5", "i8", "fp8e4b8"]
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dtype", DOTS)
-@pytest.mark.parametrize(("m", "n", "k", "warps"), [(16, 16, 32, 1), (32, 32, 64, 4), (64, 64, 128, 4), (16, 64, 128, 1)])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "warps"), [(16, 16, 32, 1), (32, 32, 64, 4), (64, 64, 128, 4), (16, 64, 128, 1)]
+)
 def test_dot(arch: str, dtype: str, m: int, n: int, k: int, warps: int) -> None:
     if dtype == "fp8e4b8" and arch == "gfx950":
         dtype = "fp8e4nv"
     if dtype == "i8":
-        a, b = RNG.integers(-128, 128, (m, k)).astype(np.int8), RNG.integers(-128, 128, (k, n)).astype(np.int8)
+        a, b = (
+            RNG.integers(-128, 128, (m, k)).astype(np.int8),
+            RNG.integers(-128, 128, (k, n)).astype(np.int8),
+        )
         c: np.ndarray = np.zeros((m, n), np.int32)
     else:
         a, b = (RNG.standard_normal(s).astype(TYPES[dtype]) for s in ((m, k), (k, n)))

@@ -85,7 +85,9 @@ RSRC = """
 def test_buffer_range_check(arch: str) -> None:
     data = np.arange(256, dtype=np.uint8)
     off = np.array([0, 4, 96, 97, 98, 99, 100, 0x80000000, 0xFFFFFFFF, 33] * 7, U32)[:64]
-    text = RSRC.format(n=100) + """
+    text = (
+        RSRC.format(n=100)
+        + """
       buffer_load_dword v10, v1, s[12:15], 0 offen
       buffer_load_ubyte v11, v1, s[12:15], 0 offen
       buffer_load_dword v12, v1, s[12:15], s20 offen offset:4
@@ -93,6 +95,7 @@ def test_buffer_range_check(arch: str) -> None:
       v_mov_b32 v13, 0x5a
       buffer_store_byte v13, v1, s[12:15], 0 offen offset:1
     """
+    )
     ref = data.copy()
     got, _, _ = run_snippet(arch, text, {1: off}, {20: 16}, out=[10, 11, 12, 14, 15], extra=data)
     for k in range(64):
@@ -137,7 +140,9 @@ def test_atomics(arch: str) -> None:
       global_atomic_add_x2 v3, v[6:7], s[8:9] offset:24
     """
     v = LANE + 3
-    got, _, _ = run_snippet(arch, text, {1: v, 2: np.full(64, 0.25, np.float32).view(U32)}, out=[4, 5], extra=cells)
+    got, _, _ = run_snippet(
+        arch, text, {1: v, 2: np.full(64, 0.25, np.float32).view(U32)}, out=[4, 5], extra=cells
+    )
     assert (got[4] == 5 + np.concatenate([[0], np.cumsum(v)[:-1]])).all()
     assert cells[0] == 5 + v.sum()
     assert cells[1] == 100
@@ -262,11 +267,13 @@ MFMA = [
         ("gfx942", "v_mfma_f32_16x16x16_bf16", 16, 16, "bf16"), ("gfx942", "v_mfma_f32_32x32x8_bf16", 32, 8, "bf16"),
         ("gfx942", "v_mfma_f32_16x16x4_f32", 16, 4, "f32"), ("gfx942", "v_mfma_f32_32x32x2_f32", 32, 2, "f32"),
         ("gfx942", "v_mfma_i32_16x16x32_i8", 16, 32, "i8"), ("gfx942", "v_mfma_i32_32x32x16_i8", 32, 16, "i8"),
-        ("gfx942", "v_mfma_f32_16x16x32_fp8_fp8", 16, 32, "fp8"), ("gfx942", "v_mfma_f32_32x32x16_bf8_fp8", 32, 16, "bf8"),
+        ("gfx942", "v_mfma_f32_16x16x32_fp8_fp8", 16, 32, "fp8"),
+        ("gfx942", "v_mfma_f32_32x32x16_bf8_fp8", 32, 16, "bf8"),
         ("gfx950", "v_mfma_f32_16x16x32_f16", 16, 32, "f16"), ("gfx950", "v_mfma_f32_32x32x16_bf16", 32, 16, "bf16"),
         ("gfx950", "v_mfma_i32_16x16x64_i8", 16, 64, "i8"), ("gfx950", "v_mfma_i32_32x32x32_i8", 32, 32, "i8"),
         ("gfx950", "v_mfma_f32_16x16x32_fp8_bf8", 16, 32, "fp8"),
-        ("gfx950", "v_mfma_f32_16x16x128_f8f6f4", 16, 128, "fp8s"), ("gfx950", "v_mfma_f32_32x32x64_f8f6f4", 32, 64, "fp8s"),
+        ("gfx950", "v_mfma_f32_16x16x128_f8f6f4", 16, 128, "fp8s"),
+        ("gfx950", "v_mfma_f32_32x32x64_f8f6f4", 32, 64, "fp8s"),
     ]
 ]  # fmt: skip
 
@@ -285,7 +292,10 @@ def test_mfma(arch: str, name: str, m: int, k: int, t: str) -> None:
     if name.endswith("fp8_bf8"):
         tb = bf8
     if t == "i8":
-        a, b = rng.integers(-128, 128, (m, k)).astype(np.int8), rng.integers(-128, 128, (k, m)).astype(np.int8)
+        a, b = (
+            rng.integers(-128, 128, (m, k)).astype(np.int8),
+            rng.integers(-128, 128, (k, m)).astype(np.int8),
+        )
         c: np.ndarray = rng.integers(-(2**31), 2**31, (m, m)).astype(np.int32)
     else:
         a, b = rng.standard_normal((m, k)).astype(ta), rng.standard_normal((k, m)).astype(tb)
@@ -317,7 +327,9 @@ def test_mfma(arch: str, name: str, m: int, k: int, t: str) -> None:
     got, _, _ = run_snippet(arch, body, v, out=outs + accs, exec_mask=0xFFFF)  # EXEC is ignored
     for i in range(regs_out):
         for which, add in ((outs[i], C[:, i].astype(np.float64)), (accs[i], np.zeros(64))):
-            prod = np.array([(a[rows[q, i]].astype(np.float64) * b[:, q % m].astype(np.float64)).sum() for q in range(64)])
+            prod = np.array(
+                [(a[rows[q, i]].astype(np.float64) * b[:, q % m].astype(np.float64)).sum() for q in range(64)]
+            )
             want = prod + add
             if t == "i8":
                 assert (got[which] == (want.astype(np.int64) & 0xFFFFFFFF).astype(U32)).all()
@@ -325,7 +337,9 @@ def test_mfma(arch: str, name: str, m: int, k: int, t: str) -> None:
                 np.testing.assert_allclose(got[which].view(np.float32), want, rtol=3e-7, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "m", "blocks"), [("16x16x4_4b", 16, 4), ("4x4x4_16b", 4, 16), ("32x32x4_2b", 32, 2)])
+@pytest.mark.parametrize(
+    ("name", "m", "blocks"), [("16x16x4_4b", 16, 4), ("4x4x4_16b", 4, 16), ("32x32x4_2b", 32, 2)]
+)
 def test_mfma_of_several_blocks(name: str, m: int, blocks: int) -> None:
     rng = np.random.default_rng(3)
     a, b = (rng.standard_normal((blocks, m, 4)).astype(np.float16) for _ in range(2))
@@ -352,11 +366,21 @@ def test_scaled_mfma() -> None:
     sa, sb = (rng.integers(120, 134, 64).astype(U32) for _ in range(2))
     wa = a.view(np.uint8).reshape(16, 4, 32).transpose(1, 0, 2).reshape(64, 32).copy().view(U32)
     wb = b.view(np.uint8).reshape(16, 4, 32).transpose(1, 0, 2).reshape(64, 32).copy().view(U32)
-    v = {10 + i: wa[:, i].copy() for i in range(8)} | {20 + i: wb[:, i].copy() for i in range(8)} | {30: sa, 31: sb << 8}
+    v = (
+        {10 + i: wa[:, i].copy() for i in range(8)}
+        | {20 + i: wb[:, i].copy() for i in range(8)}
+        | {30: sa, 31: sb << 8}
+    )
     got, _, _ = run_snippet("gfx950", "v_mfma_scale_f32_16x16x128_f8f6f4 v[40:43], v[10:17], v[20:27], 0, v30, v31 "
                             "op_sel:[0,1,0] op_sel_hi:[0,0,0]", v, out=[40, 41, 42, 43])  # fmt: skip
-    fa = a.astype(np.float64).reshape(16, 4, 32) * np.ldexp(1.0, sa.astype(int) - 127).reshape(4, 16).T[:, :, None]
-    fb = b.astype(np.float64).reshape(16, 4, 32) * np.ldexp(1.0, sb.astype(int) - 127).reshape(4, 16).T[:, :, None]
+    fa = (
+        a.astype(np.float64).reshape(16, 4, 32)
+        * np.ldexp(1.0, sa.astype(int) - 127).reshape(4, 16).T[:, :, None]
+    )
+    fb = (
+        b.astype(np.float64).reshape(16, 4, 32)
+        * np.ldexp(1.0, sb.astype(int) - 127).reshape(4, 16).T[:, :, None]
+    )
     full = fa.reshape(16, 128) @ fb.reshape(16, 128).T
     for r in range(4):
         want = np.array([full[4 * (q // 16) + r, q % 16] for q in range(64)])

@@ -21,12 +21,17 @@ from .sim_helpers import triton
 
 pytest.importorskip("torch", reason="the launchers take torch tensors")
 
-from ci.cdna_sim.asmkit import assemble, edit  # noqa: E402
-from ci.cdna_sim.errors import SimError  # noqa: E402
-from turboquant_rocm.backends._triton import ops  # noqa: E402
+from ci.cdna_sim.asmkit import assemble, edit
+from ci.cdna_sim.errors import SimError
+from turboquant_rocm.backends._triton import ops
 
-from .project import (  # noqa: E402
-    TOLERANCE, Problem, decode_error, dequantize_error, problem, store_differences,
+from .project import (
+    TOLERANCE,
+    Problem,
+    decode_error,
+    dequantize_error,
+    problem,
+    store_differences,
 )  # fmt: skip
 
 SOURCES = Path(ops.__file__).parent
@@ -90,21 +95,24 @@ SOURCE = [
     _s("splits weighted equally", "reduce", "weight = tl.exp2(lse - largest)", "weight = tl.exp2(lse * 0.0)"),
     _s("not normalised", "reduce", "tl.where(seen, acc / total, 0.0)", "tl.where(seen, acc, 0.0)"),
     _s("order of dims", "reduce", "lane = r % VALUE[1]", "lane = (r + 1) % VALUE[1]"),
-    _s("query scale doubled", "prepare", "tl.store(scale_ptr + row, up, inside)", "tl.store(scale_ptr + row, up * 2.0, inside)"),
+    _s("query scale doubled", "prepare", "tl.store(scale_ptr + row, up, inside)",
+       "tl.store(scale_ptr + row, up * 2.0, inside)"),
     _s("codes not rounded", "store", "scale[:, None]) + 0.5)", "scale[:, None]) + 0.0)"),
     _s("zero point lost", "store", "_store_half(zero_at, low + 0.0,", "_store_half(zero_at, low * 0.0,"),
     _s("nibbles swapped", "store", "shifts = BITS * tl.arange(0, 8)", "shifts = BITS * (tl.arange(0, 8) ^ 1)"),
     _s("padding written", "store", "kept = slot >= 0", "kept = slot >= -1"),
     _s("rows off by one", "store", "inside = row < rows", "inside = row <= rows"),
     _s("token within the block", "store", "token = slot - block * BLOCK_SIZE", "token = slot - block * BLOCK_SIZE + 1"),
-    _s("infinity escapes", "store", "bad = largest >= _INF_BITS", "bad = largest > _INF_BITS", options={"hostile": True}),
+    _s("infinity escapes", "store", "bad = largest >= _INF_BITS", "bad = largest > _INF_BITS",
+       options={"hostile": True}),
     _s("norm not clamped", "store", "tl.minimum(norm, _FP16_MAX)", "norm + 0.0", options={"hostile": True}),
     _s("values not clamped", "store", "x = tl.minimum(tl.maximum(x, -_FP16_MAX), _FP16_MAX)", "x = x + 0.0",
        options={"hostile": True}),
     _s("fp8 rounds half up", "store", "m + 0x7FFFF + ((m >> 20) & 1)", "m + 0x80000", preset="turboquant_k8v4"),
     _s("rotation not scaled", "store", "_bucketize(y * ROT_SCALE,", "_bucketize(y * (ROT_SCALE * 1.01),"),
     _s("three-bit stream", "store", "g1 << 24", "g1 << 23", preset="turboquant_3bit_nc", head_size=64, layout="soa"),
-    _s("wrong shift of codes", "dequantize", "shifts = BITS * tl.arange(0, 8)", "shifts = BITS * (7 - tl.arange(0, 8))"),
+    _s("wrong shift of codes", "dequantize", "shifts = BITS * tl.arange(0, 8)",
+       "shifts = BITS * (7 - tl.arange(0, 8))"),
 ]  # fmt: skip
 
 

@@ -14,11 +14,17 @@ from .sim_helpers import ARCHS, triton
 
 pytest.importorskip("torch", reason="the launchers take torch tensors")
 
-from ci.cdna_sim.launcher import simulated_launches  # noqa: E402
-from tests import golden_data, store_checks  # noqa: E402
+from ci.cdna_sim.launcher import simulated_launches
+from tests import golden_data, store_checks
 
-from .project import (  # noqa: E402
-    LAYOUTS, PRESETS, TOLERANCE, decode_error, dequantize_error, problem, store_differences,
+from .project import (
+    LAYOUTS,
+    PRESETS,
+    TOLERANCE,
+    decode_error,
+    dequantize_error,
+    problem,
+    store_differences,
 )  # fmt: skip
 
 SIZES = [64, pytest.param(128, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)]
@@ -73,7 +79,9 @@ DEFAULT = [c for c in GOLDEN if c.head_size == 64 and c.block_size == 16]
 @pytest.mark.parametrize(
     "case", [c if c in DEFAULT else pytest.param(c, marks=pytest.mark.slow) for c in GOLDEN], ids=str
 )
-def test_store_equals_golden(arch: str, case: golden_data.GoldenCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_equals_golden(
+    arch: str, case: golden_data.GoldenCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(store_checks.ROWS, "cpu", 8)  # the device's tile
     with simulated_launches(arch) as log:
         store_checks.check_golden(case, "cpu")
