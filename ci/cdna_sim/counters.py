@@ -3,7 +3,8 @@
 Model. A compute unit issues at most one vector ALU wave-instruction per cycle (four SIMDs, each one wave64 instruction
 every four cycles); matrix instructions are counted the same way with their pass count left out. Everything else
 (scalar, LDS, memory, branches, waits) issues beside it from other waves. So with N VALU+MFMA wave-instructions for E
-dequantised elements, one element costs 64 * N / E lane-instructions; reading b bytes per element from HBM at full bandwidth leaves
+dequantised elements, one element costs 64 * N / E lane-instructions; reading b bytes per element from HBM at full
+bandwidth leaves
     budget = 64 * CUs * clock * b / bandwidth
 lane-instructions per element. cost > budget: issue-bound, by that factor. This leaves out latency, occupancy, bank
 conflicts and co-issue: it is a floor, good for comparing kernels and for noticing regressions, not a prediction.

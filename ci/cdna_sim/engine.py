@@ -197,6 +197,7 @@ class Program:
         self.blocks: dict[int, Block] = {}
         self._build(instrs, code_base)
         self.executed: Counter[int] = Counter()
+        self.dma = any("load_lds" in i.name or i.get("lds") for i in instrs)
         self.spent = 0
 
     # -- building -------------------------------------------------------------------------------------------------
@@ -310,7 +311,7 @@ class Program:
         m, k = self.m, self.k
         n = len(wgs) * per_wg
         lds_size = k.group_segment + dyn_lds
-        m.lds = Lds(len(wgs), lds_size, per_wg, "race" in m.checks)
+        m.lds = Lds(len(wgs), lds_size, per_wg, "race" in m.checks, self.dma)
         m.scratch_size = k.private_segment
         m.scratch_stride = (k.private_segment + 15) // 16 * 16
         m.scratch = np.zeros(n * 64 * m.scratch_stride + 16, np.uint8)

@@ -201,7 +201,7 @@ def host_bytes(lo: int, hi: int) -> Array:
 class Lds:
     """The LDS of every workgroup slot of a batch, in one arena."""
 
-    def __init__(self, slots: int, size: int, waves: int, check_race: bool) -> None:
+    def __init__(self, slots: int, size: int, waves: int, check_race: bool, dma: bool = False) -> None:
         self.size = size
         self.stride = (size + 511) // 256 * 256
         total = self.stride * slots + 256
@@ -209,11 +209,11 @@ class Lds:
         self.d32 = self.data.view(U32)
         self.undef = np.full(total, 0xFF, U8)
         self.any_undef = True
-        self.race = check_race and waves > 1 and size > 0
+        # one wave cannot race, but it can read what its own global-to-LDS load has not delivered yet
+        self.race = check_race and (waves > 1 or dma) and size > 0
         if self.race:
             self.writer = np.zeros(total, U8)  # 0 none, w+1 wave w, 0x80|(w+1) LDS-DMA write in flight
             self.reader = np.zeros(total, U8)  # 0 none, w+1 wave w, 255 several
-        self.dma: dict[int, int] = {}
 
     def barrier(self, slots: Array, unpublished: list[Any]) -> None:
         """All waves of these workgroups met: what was done before is ordered."""

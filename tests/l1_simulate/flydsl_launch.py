@@ -67,7 +67,9 @@ def main(arch: str, folder: Path) -> dict[str, Any]:
         Simulator(code).launch(launch.grid, launch.block, packed, arrays, name=launch.name)
 
     case = make_case([0, 1, 70], hk=2, gqa=2)
-    decision = Decision(case.layer, Target("amd", arch), get_preset("turboquant_4bit_nc"), 16, "flydsl", "soa")
+    decision = Decision(
+        case.layer, Target("amd", arch), get_preset("turboquant_4bit_nc"), 16, "flydsl", "soa"
+    )
     ops = FlydslOps(decision, case.layout, splits=2, runtime=StubRuntime())
     out, lse = torch.zeros_like(case.query), torch.zeros(case.query.shape[:2])
     workspace = Workspace("cpu", 1 << 20)
@@ -78,7 +80,17 @@ def main(arch: str, folder: Path) -> dict[str, Any]:
 
     def decode() -> None:
         ops.decode(
-            case.query, case.cache, case.table, case.lens, None, 1, case.layer.softmax_scale, None, out, lse, workspace
+            case.query,
+            case.cache,
+            case.table,
+            case.lens,
+            None,
+            1,
+            case.layer.softmax_scale,
+            None,
+            out,
+            lse,
+            workspace,
         )
 
     stub.on_launch(run)

@@ -294,6 +294,9 @@ def test_global_to_lds_load_must_be_waited_for() -> None:
     ok = text.format(wait="s_waitcnt vmcnt(0)")
     got, _, _ = run_snippet("gfx942", ok, out=[2], lds=512, extra=data, waves=1)
     assert (got[2] == LANE).all()
+    for wait in ("s_nop 0", "s_waitcnt lgkmcnt(0)", "s_waitcnt vmcnt(1)"):
+        with pytest.raises(PendingError, match="global-to-LDS"):
+            run_snippet("gfx942", text.format(wait=wait), out=[2], lds=512, extra=data, waves=1)
 
 
 # -- control -------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def check(
     assert (error <= 3 * tolerance * norm).all(), (error / norm).max()
     seen = torch.isfinite(expected_lse)
     assert (torch.isfinite(lse) == seen).all()
-    assert (lse[seen] - expected_lse[seen]).abs().max() <= LSE
+    assert (lse[seen] - expected_lse[seen]).abs().max() <= lse_by
 
 
 @pytest.mark.slow
@@ -127,7 +127,8 @@ def test_magnitudes(arch: str, key_scale: float, value_scale: float):
     if value_scale == 0.0:
         assert (out == 0).all()
         return
-    check(out, lse, case.expected(), PARTIAL * max(1.0, key_scale / 1.5))
+    grown = max(1.0, key_scale / 1.5)  # errors of scores grow with the scores
+    check(out, lse, case.expected(), PARTIAL * grown, LSE * grown)
 
 
 @pytest.mark.slow
@@ -143,7 +144,7 @@ def test_growing_scores(arch: str):
     value[::7] = 0.25  # constant vectors: a scale of zero
     oracle.store(key, value, case.cache, slots)
     out, lse, _ = simulate_decode(case, arch, 1)
-    check(out, lse, case.expected(), 5 * PARTIAL)
+    check(out, lse, case.expected(), 5 * PARTIAL, 5 * LSE)
 
 
 @pytest.mark.slow
