@@ -54,6 +54,19 @@ def _at(dimension, a, b, c, size_a, size_b, size_c):
 
 
 @triton.jit
+def _slice(
+    values,  # tuple
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """values[FIRST : FIRST + COUNT]."""
+    out = ()
+    for i in tl.static_range(COUNT):
+        out = out + (values[FIRST + i],)
+    return out
+
+
+@triton.jit
 def _count_along(
     DIMENSION: tl.constexpr,
     A: tl.constexpr,
@@ -105,70 +118,85 @@ def _split_words(
 
 
 @triton.jit
-def _load_units(
-    cache_ptr,  # uint8
-    offset,  # [A, B, C] int64 start of the row; in words where VEC > 0, else in bytes
-    lane,  # [A, B, C] int32 (or broadcastable), which part of the row
+def _load_words(
+    words_ptr,  # int32
+    start,  # [A, B, C] int64 start of the row; in words where VEC > 0, else in bytes
+    lane,  # [A, B, C] int32, which part of the row
     A: tl.constexpr,
     B: tl.constexpr,
     C: tl.constexpr,
-    BITS: tl.constexpr,
-    LANES: tl.constexpr,
-    UNIT: tl.constexpr,
-    UNITS: tl.constexpr,
-    VEC: tl.constexpr,
-    ALIGN: tl.constexpr,
-    NBYTES: tl.constexpr,
-    TARGET: tl.constexpr,
+    TILE: tl.constexpr,  # RowTile.constants
 ):
-    """The packed codes that each lane owns: a tuple of UNITS int32 tiles [A, B, C]. See tile.py."""
-    words_ptr = cache_ptr.to(tl.pointer_type(tl.int32))
-    units = ()
+    """The words that hold the codes of each lane: a tuple of int32 tiles [A, B, C], consumed by _units."""
+    BITS: tl.constexpr = TILE[0]
+    LANES: tl.constexpr = TILE[1]
+    UNIT: tl.constexpr = TILE[2]
+    UNITS: tl.constexpr = TILE[3]
+    VEC: tl.constexpr = TILE[4]
+    NBYTES: tl.constexpr = TILE[6]
+    out = ()
     if VEC > 0:
         WORDS: tl.constexpr = NBYTES // 4
         for chunk in tl.static_range(UNITS // VEC):
             first = (chunk * LANES + lane) * VEC
             if VEC == 1:
-                at = tl.max_contiguous(words_ptr + (offset + first), (1, 1, 1))  # a word per lane, whoever is next
+                at = tl.max_contiguous(words_ptr + (start + first), (1, 1, 1))  # a word per lane, whoever is next
                 if (chunk + 1) * LANES > WORDS:
-                    units = units + (tl.load(at, first < WORDS, 0),)
+                    out = out + (tl.load(at, first < WORDS, 0),)
                 else:
-                    units = units + (tl.load(at),)
+                    out = out + (tl.load(at),)
             else:
                 i = tl.arange(0, VEC)[None, None, None, :]
-                at = words_ptr + (offset[:, :, :, None] + (first[:, :, :, None] + i))
+                at = words_ptr + (start[:, :, :, None] + (first[:, :, :, None] + i))
                 at = tl.max_contiguous(tl.multiple_of(at, (1, 1, 1, 4 * VEC)), (1, 1, 1, VEC))
                 if (chunk + 1) * LANES * VEC > WORDS:
                     words = tl.load(at, (first[:, :, :, None] + i) < WORDS, 0)
                 else:
                     words = tl.load(at)
-                units = units + _split_words(words, A, B, C, VEC)
+                out = out + _split_words(words, A, B, C, VEC)
     else:
-        RUN: tl.constexpr = UNITS * UNIT * BITS // 8  # bytes per lane
-        PADDED: tl.constexpr = NBYTES < RUN * LANES
-        SLACK: tl.constexpr = 0 if (ALIGN % 4 == 0 and RUN % 4 == 0) else (2 if (ALIGN % 2 == 0 and RUN % 2 == 0) else 3)
-        COUNT: tl.constexpr = (RUN + SLACK + 3) // 4
-        start = offset + lane * RUN
-        skip = (start & 3).to(tl.int32)
+        RUN: tl.constexpr = UNITS * UNIT * BITS // 8  # bytes that a lane owns
+        COUNT: tl.constexpr = TILE[7]
+        start = start + lane * RUN
         first = start >> 2
-        left = tl.minimum(NBYTES - lane * RUN, RUN) + skip  # bytes from the first word to the end of the run
-        aligned = ()
+        left = tl.minimum(NBYTES - lane * RUN, RUN) + (start & 3).to(tl.int32)  # bytes to the end of the run
         for k in tl.static_range(COUNT):
             at = tl.max_contiguous(words_ptr + (first + k), (1, 1, 1))
-            if PADDED or (4 * k >= RUN):
-                aligned = aligned + (tl.load(at, left > 4 * k, 0),)
+            if NBYTES < RUN * LANES or 4 * k >= RUN:
+                out = out + (tl.load(at, left > 4 * k, 0),)
             else:
-                aligned = aligned + (tl.load(at),)
-        stream = aligned
+                out = out + (tl.load(at),)
+    return out
+
+
+@triton.jit
+def _units(
+    words,  # tuple, from _load_words
+    start,  # the same rows
+    lane,
+    TILE: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """The units of each lane, a tuple of int32 tiles: eight 4-bit codes, eight 3-bit codes in 24 bits, or 4 bytes."""
+    BITS: tl.constexpr = TILE[0]
+    UNITS: tl.constexpr = TILE[3]
+    VEC: tl.constexpr = TILE[4]
+    units = words
+    if VEC == 0:
+        RUN: tl.constexpr = UNITS * TILE[2] * BITS // 8
+        SLACK: tl.constexpr = TILE[5]
+        COUNT: tl.constexpr = TILE[7]
+        stream = words
         if SLACK > 0:
             stream = ()
-            shift = skip * 8
+            shift = (((start & 3).to(tl.int32) + lane * RUN) & 3) * 8
             for k in tl.static_range(COUNT):
                 if k + 1 < COUNT:
-                    stream = stream + (funnel(aligned[k], aligned[k + 1], shift, TARGET),)
+                    stream = stream + (funnel(words[k], words[k + 1], shift, TARGET),)
                 else:
-                    word = aligned[k].to(tl.uint32, bitcast=True) >> shift.to(tl.uint32)
+                    word = words[k].to(tl.uint32, bitcast=True) >> shift.to(tl.uint32)
                     stream = stream + (word.to(tl.int32, bitcast=True),)
+        units = ()
         if BITS == 3:
             for u in tl.static_range(UNITS):
                 if (24 * u) % 32 == 0:
@@ -327,14 +355,15 @@ def _page_ids(
     table_ptr,
     token,  # first token of the tile, a multiple of 16
     last_group,  # first token of the last group that may be read
+    some,  # there is a token
     BLOCK_SIZE: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """(page ids, first token of each group in its page), tuples of COUNT scalars."""
+    """Page ids of the groups of a tile, COUNT scalars. Block 0 where the split is empty: no table entry is read."""
     pages = ()
     for i in tl.static_range(COUNT):
         group = tl.minimum(token + 16 * i, last_group)
-        pages = pages + (tl.load(table_ptr + group // BLOCK_SIZE),)
+        pages = pages + (tl.load(table_ptr + group // BLOCK_SIZE, some, 0),)
     return pages
 
 
@@ -370,13 +399,69 @@ def _load_meta(
     BLOCK_SIZE: tl.constexpr,
     T: tl.constexpr,
 ):
-    """An fp16 field of the tile's tokens as fp32 [T]; 0 for tokens that no column sees."""
+    """An fp16 field of the tile's tokens, [T]; 0 for tokens that no column sees."""
     COUNT: tl.constexpr = T // 16
     t = tl.arange(0, T)
     base = _spread(_field_offsets(pages, token, last_group, FIELD, head, BLOCK_SIZE, COUNT), t // 16, COUNT)
     at = cache_ptr.to(tl.pointer_type(tl.float16)) + (base + (t % 16) * FIELD[1])
     seen = (token + t >= low) & (token + t < high)
-    return tl.load(at, seen, 0.0).to(tl.float32)
+    return tl.load(at, seen, 0.0)
+
+
+@triton.jit
+def _row_starts(
+    pages,
+    token,
+    last_group,
+    FIELD: tl.constexpr,
+    head,
+    group,  # tile: which group of the tile
+    row,  # tile: which token of the group
+    BLOCK_SIZE: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """Where the rows of a tile start in a field, int64."""
+    base = _field_offsets(pages, token, last_group, FIELD, head, BLOCK_SIZE, COUNT)
+    return _spread(base, group, COUNT) + row * FIELD[1]
+
+
+@triton.jit
+def _load_tile(
+    cache_ptr,
+    words_ptr,
+    pages,
+    token,
+    last_group,
+    begin,
+    end,
+    head,
+    shift,  # bytes from words_ptr to the cache
+    k_group, k_row, k_lane, v_group, v_token, v_lane,
+    KA: tl.constexpr, KB: tl.constexpr, KC: tl.constexpr, VA: tl.constexpr, VB: tl.constexpr, VC: tl.constexpr,
+    T: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    KEY_DATA: tl.constexpr,
+    VALUE_DATA: tl.constexpr,
+    KEY_NORM: tl.constexpr,
+    VALUE_SCALE: tl.constexpr,
+    VALUE_ZERO: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    RUNS: tl.constexpr,
+):  # fmt: skip
+    """Everything of a tile that is read from the cache: key words, RUNS times value words, scale, zero (, norm)."""
+    GROUPS: tl.constexpr = T // 16
+    k_start = _row_starts(pages, token, last_group, KEY_DATA, head, k_group, k_row, BLOCK_SIZE, GROUPS) + shift
+    out = _load_words(words_ptr, k_start, k_lane, KA, KB, KC, KEY)
+    v_start = _row_starts(pages, token, last_group, VALUE_DATA, head, v_group, v_token, BLOCK_SIZE, GROUPS) + shift
+    for i in tl.static_range(RUNS):
+        out = out + _load_words(words_ptr, v_start + i * VALUE_DATA[1], v_lane, VA, VB, VC, VALUE)
+    scale = _load_meta(cache_ptr, pages, token, last_group, begin, end, VALUE_SCALE, head, BLOCK_SIZE, T)
+    zero = _load_meta(cache_ptr, pages, token, last_group, begin, end, VALUE_ZERO, head, BLOCK_SIZE, T)
+    out = out + (scale, zero)
+    if KEY[0] != 8:
+        out = out + (_load_meta(cache_ptr, pages, token, last_group, begin, end, KEY_NORM, head, BLOCK_SIZE, T),)
+    return out
 
 
 _ARGUMENT_NAMES = (
@@ -417,7 +502,7 @@ def decode_kernel(
     N: tl.constexpr,  # columns of a tile, a power of two
     QT: tl.constexpr,  # query tokens of a column tile: QT * G <= N
     T: tl.constexpr,  # tokens of a tile
-    KEY: tl.constexpr,  # (bits, lanes, unit, units, vec, align, nbytes)
+    KEY: tl.constexpr,  # RowTile.constants in tile.py
     VALUE: tl.constexpr,
     KEY_DATA: tl.constexpr,  # (base, token stride, head stride, block stride), in words or bytes
     VALUE_DATA: tl.constexpr,
@@ -433,6 +518,8 @@ def decode_kernel(
     RUNS: tl.constexpr,  # neighbouring tokens of a value operand in a lane
     LANE_FIRST: tl.constexpr,  # lanes of a row are far apart (AMD), not neighbours (NVIDIA)
     ASCENDING: tl.constexpr,  # see below
+    CACHE_ALIGN: tl.constexpr,  # bytes that cache_ptr is aligned to, 16 or 2
+    PREFETCH: tl.constexpr,  # load a tile while the one before it is computed
     MULTI: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -444,6 +531,10 @@ def decode_kernel(
     GROUPS: tl.constexpr = T // 16
     KUNITS: tl.constexpr = KEY[3]
     VUNITS: tl.constexpr = VALUE[3]
+    KWORDS: tl.constexpr = KEY[7]
+    VWORDS: tl.constexpr = VALUE[7]
+    ODD_BLOCKS: tl.constexpr = KEY[4] == 0 and KEY_DATA[3] % 4 != 0  # blocks start at any even address
+    tl.static_assert(not (ODD_BLOCKS and PREFETCH))
     KL: tl.constexpr = KEY[1]
     VL: tl.constexpr = VALUE[1]
     KSPAN: tl.constexpr = KEY[1] * KEY[2]
@@ -531,34 +622,62 @@ def decode_kernel(
     for u in tl.static_range(VUNITS):
         acc = acc + (tl.zeros((ROWS, N), tl.float32),)
 
+    # Addresses are words past words_ptr. A cache at an odd word keeps its distance to the word before it in ``shift``.
+    shift = 0
+    words_ptr = cache_ptr.to(tl.pointer_type(tl.int32))
+    if CACHE_ALIGN < 4:
+        shift = (cache_ptr.to(tl.int64) & 3).to(tl.int32)
+        words_ptr = (cache_ptr - shift).to(tl.pointer_type(tl.int32))
+
     table_ptr += sequence.to(tl.int64) * table_stride
+    some = tile_low < tile_high
     token = start + tile_low * T
-    pages = ()
-    for i in tl.static_range(GROUPS):
-        pages = pages + (0,)
-    if tile_low < tile_high:
-        pages = _page_ids(table_ptr, token, last_group, BLOCK_SIZE, GROUPS)
-    for _tile in range(tile_low, tile_high):
-        k_base = _field_offsets(pages, token, last_group, KEY_DATA, head, BLOCK_SIZE, GROUPS)
-        k_units = _load_units(
-            cache_ptr, _spread(k_base, k_group, GROUPS) + k_row * KEY_DATA[1], k_lane, KA, KB, KC,
-            KEY[0], KEY[1], KEY[2], KEY[3], KEY[4], KEY[5], KEY[6], TARGET,
+    last_token = start + (tile_high - 1) * T  # of the last tile
+    pages = _page_ids(table_ptr, token, last_group, some, BLOCK_SIZE, GROUPS)
+    loaded = ()
+    if PREFETCH:
+        loaded = _load_tile(
+            cache_ptr, words_ptr, pages, token, last_group, begin, end, head, shift,
+            k_group, k_row, k_lane, v_group, v_token, v_lane, KA, KB, KC, VA, VB, VC,
+            T, KEY, VALUE, KEY_DATA, VALUE_DATA, KEY_NORM, VALUE_SCALE, VALUE_ZERO, BLOCK_SIZE, RUNS,
         )  # fmt: skip
-        v_base = _field_offsets(pages, token, last_group, VALUE_DATA, head, BLOCK_SIZE, GROUPS)
-        v_start = _spread(v_base, v_group, GROUPS) + v_token * VALUE_DATA[1]
+        next_token = tl.minimum(token + T, last_token)
+        pages = _page_ids(table_ptr, next_token, last_group, some, BLOCK_SIZE, GROUPS)
+    for _tile in range(tile_low, tile_high):
+        # With PREFETCH ``loaded`` is this tile and ``pages`` those of the next one, else ``pages`` are this tile's.
+        these = pages
+        if PREFETCH:
+            tile = loaded
+            next_token = tl.minimum(token + T, last_token)
+            loaded = _load_tile(
+                cache_ptr, words_ptr, pages, next_token, last_group, begin, end, head, shift,
+                k_group, k_row, k_lane, v_group, v_token, v_lane, KA, KB, KC, VA, VB, VC,
+                T, KEY, VALUE, KEY_DATA, VALUE_DATA, KEY_NORM, VALUE_SCALE, VALUE_ZERO, BLOCK_SIZE, RUNS,
+            )  # fmt: skip
+            pages = _page_ids(
+                table_ptr, tl.minimum(token + 2 * T, last_token), last_group, some, BLOCK_SIZE, GROUPS
+            )
+        else:
+            tile = _load_tile(
+                cache_ptr, words_ptr, pages, token, last_group, begin, end, head, shift,
+                k_group, k_row, k_lane, v_group, v_token, v_lane, KA, KB, KC, VA, VB, VC,
+                T, KEY, VALUE, KEY_DATA, VALUE_DATA, KEY_NORM, VALUE_SCALE, VALUE_ZERO, BLOCK_SIZE, RUNS,
+            )  # fmt: skip
+            pages = _page_ids(table_ptr, token + T, last_group, some, BLOCK_SIZE, GROUPS)
+
+        if ODD_BLOCKS:
+            k_at = _row_starts(these, token, last_group, KEY_DATA, head, k_group, k_row, BLOCK_SIZE, GROUPS)
+            v_at = _row_starts(these, token, last_group, VALUE_DATA, head, v_group, v_token, BLOCK_SIZE, GROUPS)
+        else:  # rows start at multiples of 4 but for these terms, so they say how far words must be shifted
+            k_at = KEY_DATA[0] + head * KEY_DATA[2] + k_row * KEY_DATA[1]
+            v_at = VALUE_DATA[0] + head * VALUE_DATA[2] + v_token * VALUE_DATA[1]
+        k_units = _units(_slice(tile, 0, KWORDS), k_at + shift, k_lane, KEY, TARGET)
         v_tokens = ()
         for i in tl.static_range(RUNS):
-            v_tokens = v_tokens + (
-                _load_units(
-                    cache_ptr, v_start + i * VALUE_DATA[1], v_lane, VA, VB, VC,
-                    VALUE[0], VALUE[1], VALUE[2], VALUE[3], VALUE[4], VALUE[5], VALUE[6], TARGET,
-                ),
-            )  # fmt: skip
-        v_scale = _load_meta(cache_ptr, pages, token, last_group, begin, end, VALUE_SCALE, head, BLOCK_SIZE, T)
-        v_zero = _load_meta(cache_ptr, pages, token, last_group, begin, end, VALUE_ZERO, head, BLOCK_SIZE, T)
-        if KEY[0] != 8:
-            norm = _load_meta(cache_ptr, pages, token, last_group, begin, end, KEY_NORM, head, BLOCK_SIZE, T)
-        next_pages = _page_ids(table_ptr, token + T, last_group, BLOCK_SIZE, GROUPS)
+            v_words = _slice(tile, KWORDS + i * VWORDS, VWORDS)
+            v_tokens = v_tokens + (_units(v_words, v_at + i * VALUE_DATA[1] + shift, v_lane, VALUE, TARGET),)
+        v_scale = tile[KWORDS + RUNS * VWORDS].to(tl.float32)
+        v_zero = tile[KWORDS + RUNS * VWORDS + 1].to(tl.float32)
 
         scores = tl.zeros((T, N), tl.float32)
         squares = tl.zeros((T, 8), tl.float32)
@@ -570,6 +689,7 @@ def decode_kernel(
                 squares = tl.dot(keys * keys, ones, squares)
         scores = scores * column_scale[None, :]
         if KEY[0] != 8:
+            norm = tile[KWORDS + RUNS * VWORDS + 2].to(tl.float32)
             if NORM_CORRECTION:
                 total = tl.max(squares, axis=1) * (TABLE_SCALE * TABLE_SCALE)
                 norm = norm * tl.rsqrt(total + _CENTROID_EPS)
@@ -604,7 +724,6 @@ def decode_kernel(
             values = _value_operand(words, T, VALUE[0], RUNS, ROWS, SLOW, VRUN, VLANE)
             new_acc = new_acc + (tl.dot(values, p16, acc[u] * shrink[None, :]),)
         acc = new_acc
-        pages = next_pages
         token += T
 
     total_weight = tl.sum(weight, axis=0)  # [N]

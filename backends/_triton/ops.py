@@ -39,6 +39,17 @@ _OLD = tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 7)
 ASCENDING = _OLD
 OPERAND_WIDTH = 4 if _OLD else 2
 
+ARGUMENTS: Mapping[str, Any] = {
+    "query_ptr": torch.float16, "query_scale_ptr": torch.float32, "matrix_ptr": torch.float16,
+    "scale_ptr": torch.float32, "cache_ptr": torch.uint8, "table_ptr": torch.int32, "seq_lens_ptr": torch.int32,
+    "query_start_ptr": torch.int32, "sinks_ptr": torch.float32, "lse_ptr": torch.float32, "out_ptr": torch.float32,
+    "part_ptr": torch.float32, "part_lse_ptr": torch.float32,
+    "rows": 1, "batch": 1, "token_stride": 1, "head_stride": 1, "table_stride": 1, "out_token_stride": 1,
+    "out_head_stride": 1, "lse_token_stride": 1, "lse_head_stride": 1, "window": 1, "splits": 1, "min_tiles": 1,
+    "scale_log2": 1.0, "soft_cap": 1.0,
+}  # fmt: skip
+"""Stand-ins for the arguments of the kernels, for compiling them ahead of time."""
+
 _ROWS_PER_PREPARE = 16
 _MAX_SPLITS = 64
 _REDUCE_CHUNK = 8
@@ -125,8 +136,8 @@ class DecodePlan:
             "HQ": layer.num_heads,
             "HK": layer.num_kv_heads,
             "G": group,
-            "KEY": self._row_tile(self.key),
-            "VALUE": self._row_tile(self.value),
+            "KEY": self.key.constants,
+            "VALUE": self.value.constants,
             "KEY_DATA": self._field("key_data", 4 if self.key.vec else 1),
             "VALUE_DATA": self._field("value_data", 4 if self.value.vec else 1),
             "KEY_NORM": (0, 0, 0, 0) if preset.fp8_keys else self._field("key_norm", 2),
@@ -141,6 +152,7 @@ class DecodePlan:
             "RUNS": base["token_runs"],
             "LANE_FIRST": base["lane_first"],
             "ASCENDING": ASCENDING,
+            "CACHE_ALIGN": cache_alignment,
             "WINDOW": layer.window is not None,
             "SOFT_CAP": layer.soft_cap is not None,
             "SINKS": layer.sinks,
@@ -160,11 +172,9 @@ class DecodePlan:
         )
         if target.vendor == "nvidia":
             values |= {"key_width": OPERAND_WIDTH, "token_runs": OPERAND_WIDTH}
+        if self.kind == "portable":  # interpreted: nothing to hide, and every operation costs Python time
+            values["prefetch"] = False
         return values | self.tuning
-
-    @staticmethod
-    def _row_tile(tile: Any) -> tuple[int, ...]:
-        return (tile.bits, tile.lanes, tile.unit, tile.units, tile.vec, tile.align, tile.nbytes)
 
     def _field(self, name: str, size: int) -> tuple[int, int, int, int]:
         """(base, token stride, head stride, block stride) of a field in elements of ``size`` bytes."""
@@ -203,12 +213,14 @@ class DecodePlan:
             "N": columns,
             "QT": columns // self.layer.gqa_ratio if multi else 1,
             "T": choice["tokens"],
+            "PREFETCH": choice["prefetch"] and self.layout.block_stride % 4 == 0,
             "MULTI": multi,
             "DIRECT": direct,
             "WRITE_LSE": write_lse and direct,
             "num_warps": choice["num_warps"],
             "num_stages": choice["num_stages"],
             "enable_fp_fusion": True,
+            **({"maxnreg": choice["max_registers"]} if self.kind == "cuda" and choice["max_registers"] else {}),
         }
 
     def reduce_constants(self, multi: bool, write_lse: bool) -> dict[str, Any]:
@@ -238,7 +250,7 @@ class DecodePlan:
         if self.layer.window is not None:  # the widest range of tokens that one column tile can see
             visible = min(visible, self.layer.window + min(per_tile, max_query_len) - 1 + GROUP)
         programs = batch * self.layer.num_kv_heads * -(-max_query_len // per_tile)
-        wanted = -(-choice["programs_per_cu"] * compute_units // programs)
+        wanted = choice["programs_per_cu"] * compute_units // programs  # whole waves: never a few programs more
         longest = -(-visible // max(choice["min_tokens"], choice["tokens"]))
         return max(1, min(wanted, longest, _MAX_SPLITS))
 
@@ -361,6 +373,78 @@ class TritonOps:
                 **launch.reduce,
             )  # fmt: skip
 
+    def warmup(
+        self,
+        max_batch: int,
+        max_context: int,
+        max_query_len: int = 1,
+        *,
+        device: torch.device | str = "cuda",
+        dtype: torch.dtype | None = None,
+        lse: bool | None = None,
+        workspace: Workspace | None = None,
+    ) -> int:
+        """Compile and load every kernel that decode can need in the declared range, and reserve its scratch memory.
+
+        max_batch: most sequences; max_context: most tokens that a block table spans (its width times the block
+        size); max_query_len: most query tokens of a sequence. dtype: of queries and outputs, default the layer's.
+        lse: whether it will be asked for; None: both. Returns the number of kernels. After it, decode inside the
+        range compiles nothing, allocates nothing and does not synchronise.
+        """
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        dtype = dtype or {"bf16": torch.bfloat16, "fp16": torch.float16}[self.layer.dtype]
+        plan = self.plan
+        self._load_matrix(device, True)
+        space = workspace or default_workspace(device)
+        units = _compute_units(device)
+        lengths = sorted({1, max_query_len, *(1 << i for i in range((max_query_len - 1).bit_length()))})
+        modes = set()
+        nbytes = 0
+        for batch in range(1, max_batch + 1):
+            for length in lengths:
+                splits = self.fixed_splits or plan.splits(batch, max_context, length, units)
+                columns = plan.columns(length)
+                rows = batch * length * self.layer.num_heads
+                nbytes = max(nbytes, space.needed(rows, plan.key.columns, splits, plan.value.rows))
+                modes |= {(columns, multi, s == 1) for multi in {length > 1, True} for s in {1, splits}}
+                if length == 1:
+                    modes |= {(columns, False, s == 1) for s in {1, splits}}
+        space.reserve(nbytes)
+        some_lse = (False, True) if lse is None else (lse,)
+        compiled = [self._compile(prepare_kernel, plan.prepare_constants(), {"query_ptr": dtype})]
+        for columns, multi, direct in sorted(modes):
+            for write in some_lse:
+                if direct:
+                    constants = plan.decode_constants(columns, multi, True, write)
+                    compiled.append(self._compile(decode_kernel, constants, {"out_ptr": dtype}))
+                else:
+                    constants = plan.decode_constants(columns, multi, False, False)
+                    compiled.append(self._compile(decode_kernel, constants, {}))
+                    compiled.append(
+                        self._compile(reduce_kernel, plan.reduce_constants(multi, write), {"out_ptr": dtype})
+                    )
+        return len({id(kernel) for kernel in compiled})
+
+    @staticmethod
+    def _compile(kernel: Any, constants: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> Any:
+        """Compile one specialisation and load it, without running it."""
+        if triton.knobs.runtime.interpret:
+            return kernel
+        values = []
+        for name in kernel.arg_names:
+            if name not in constants:
+                values.append(dtypes.get(name, ARGUMENTS[name]))
+        made = kernel.warmup(*values, grid=(1, 1, 1), **constants)
+        made._init_handles()
+        return made
+
+    def _load_matrix(self, device: torch.device, aligned: bool) -> None:
+        if (device, aligned) not in self._matrix:
+            matrix = torch.from_numpy(self._plans[aligned].matrix)
+            self._matrix[device, aligned] = matrix.to(device=device, dtype=torch.float16)
+
     def _make_launch(
         self,
         tokens: int,
@@ -377,8 +461,7 @@ class TritonOps:
             plan = self._plans[aligned] = DecodePlan(
                 self.decision, self.layout, cache_alignment=2, tuning=self._tuning
             )
-        if (device, aligned) not in self._matrix:
-            self._matrix[device, aligned] = torch.from_numpy(plan.matrix).to(device=device, dtype=torch.float16)
+        self._load_matrix(device, aligned)
         batch, blocks = table_shape
         if single:
             max_query_len = 1

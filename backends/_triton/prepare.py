@@ -22,7 +22,7 @@ _LEAST_EXPONENT = tl.constexpr(27)  # biased: rows below 2^-100 are scaled as if
 
 @triton.jit(
     do_not_specialize=("rows", "token_stride", "head_stride"),
-    do_not_specialize_on_alignment=("query_ptr", "matrix_ptr", "out_ptr", "scale_ptr"),
+    do_not_specialize_on_alignment=("query_ptr",),
 )
 def prepare_kernel(
     query_ptr,  # [N, Hq, D] fp16/bf16

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
+import numpy as np
+
 from ...codebook import centroids, rotation
 from ...layouts import Layout
 from ...spec import NormMeaning
 from .device import FP8_SCALE, pair_order
-
-import numpy as np
 
 __all__ = ["GROUP", "KeyTile", "ValueTile", "alignment", "centroid_table", "query_matrix"]
 
@@ -53,7 +53,7 @@ def _vector_width(words: int, lanes: int, align: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _RowTile:
+class RowTile:
     """bits: per code. dim: codes in a row. lanes: lanes that share a row. unit: codes decoded at once.
 
     units: units per lane. vec: words per vector load, 0 where lanes read runs. align: of the rows, in bytes.
@@ -84,6 +84,23 @@ class _RowTile:
         """Bytes of a row."""
         return (self.dim * self.bits + 7) // 8
 
+    @property
+    def slack(self) -> int:
+        """Most bytes that lie before a lane's run in the first word it reads; 0 where lanes read vectors."""
+        return 0 if self.vec else WORD - gcd(self.align, self.units * self.unit * self.bits // 8, WORD)
+
+    @property
+    def words(self) -> int:
+        """Words a lane reads."""
+        if self.vec:
+            return self.units
+        return -(-(self.units * self.unit * self.bits // 8 + self.slack) // WORD)
+
+    @property
+    def constants(self) -> tuple[int, ...]:
+        """(bits, lanes, unit, units, vec, slack, nbytes, words), as kernels take it."""
+        return (self.bits, self.lanes, self.unit, self.units, self.vec, self.slack, self.nbytes, self.words)
+
     def code(self, unit: int, lane: int, position: int) -> int:
         """Number in memory of a code; at least ``dim`` if there is none."""
         if self.vec:
@@ -93,7 +110,7 @@ class _RowTile:
 
 
 @dataclass(frozen=True, slots=True)
-class KeyTile(_RowTile):
+class KeyTile(RowTile):
     """Columns of the product over keys: unit by unit, in each unit ``lanes * unit`` of them."""
 
     @property
@@ -117,7 +134,7 @@ class KeyTile(_RowTile):
 
 
 @dataclass(frozen=True, slots=True)
-class ValueTile(_RowTile):
+class ValueTile(RowTile):
     """Rows of the product over values: unit by unit, in each unit ``unit * lanes`` of them, lanes fastest."""
 
     @property

@@ -1,0 +1,244 @@
+"""What decode must do, as functions of a device: run interpreted (l1) and compiled (l2) alike.
+
+The bar. Every query head of every row is compared on its own with fp64 attention over the dequantised cache. Its
+error must stay within twice that of plain torch attention in the query's dtype over the same keys and values, or
+within twice the rounding of the output, where plain attention happens to be that good. The lse must agree to 2e-3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tests.cases import TORCH_DTYPES, gaussian, layer_spec
+from turboquant_rocm import Decision, bind, get_preset
+from turboquant_rocm.backends._torch.reference import ReferenceOps
+from turboquant_rocm.spec import Target
+from turboquant_rocm.target import get_target
+
+PRESETS = ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc")
+LAYOUTS = ("soa", "aos")
+HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
+ROUNDING = {"bf16": 2.0**-9, "fp16": 2.0**-11}
+"""Relative error of the output's own rounding, and of one operand's."""
+
+LSE_TOLERANCE = 2e-3
+
+
+@dataclass(frozen=True)
+class Config:
+    """What kernels are compiled for. padding: bytes added to each slot."""
+
+    preset: str = "4bit_nc"
+    layout: str = "soa"
+    head_size: int = 64
+    heads: int = 2
+    group: int = 4
+    block_size: int = 16
+    dtype: str = "bf16"
+    window: bool = False
+    sinks: bool = False
+    soft_cap: float | None = None
+    padding: int = 0
+    most_queries: int = 1
+    arch: str = ""
+
+    def __str__(self) -> str:
+        flags = "".join(
+            f"-{n}" for n in ("window", "sinks", "soft_cap", "padding") if getattr(self, n) not in (False, None, 0)
+        )
+        return (
+            f"{self.preset}-{self.layout}-D{self.head_size}-{self.heads}x{self.group}-bs{self.block_size}"
+            f"-{self.dtype}-q{self.most_queries}{flags}{'-' + self.arch if self.arch else ''}"
+        )
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. queries: query tokens of each sequence, None: one each without query_start_loc."""
+
+    lens: tuple[int, ...]
+    queries: tuple[int, ...] | None = None
+    window: int | None = None
+    splits: int | None = None
+    seed: int = 0
+    scale: float | None = None
+    key_scale: float = 1.0
+    value_scale: float = 1.0
+    spare_rows: int = 0
+    extra: dict[str, Any] = field(default_factory=dict, hash=False)
+
+
+def bound_layers(config: Config, case: Case, target: Target | None, **options: Any) -> tuple[Any, ReferenceOps]:
+    """The Triton layer (its route asserted) and the fp64 oracle over the same layout."""
+    layer = layer_spec(
+        config.head_size, config.heads, config.group, config.dtype,
+        window=case.window if config.window else None, sinks=config.sinks, soft_cap=config.soft_cap,
+    )  # fmt: skip
+    backend = f"triton_{config.layout}"
+    where = target if target is not None and not config.arch else get_target(config.arch or "sm_90")
+    decision = Decision(layer, where, get_preset(config.preset), config.block_size, backend, config.layout)
+    stride = None
+    if config.padding:
+        stride = bind(decision, checks="off").layout.slot_bytes + config.padding
+    bound = bind(decision, slot_stride=stride, splits=case.splits, **options)
+    assert bound.backend == backend
+    return bound, ReferenceOps(decision, bound.layout, math_dtype=torch.float64)
+
+
+def plain_attention(
+    query: torch.Tensor,  # [q, Hq, D] fp16/bf16
+    key: torch.Tensor,  # [S, Hk, D] fp64
+    value: torch.Tensor,  # [S, Hk, Dv] fp64
+    visible: torch.Tensor,  # [q, S]
+    scale: float,
+    sinks: torch.Tensor | None,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    """Attention as one writes it in torch in the dtype of ``query``; softmax in fp32."""
+    dtype, groups = query.dtype, query.shape[1] // key.shape[1]
+    key = key.to(dtype).repeat_interleave(groups, 1)
+    value = value.to(dtype).repeat_interleave(groups, 1)
+    score = torch.einsum("qhd,shd->hqs", query, key).float() * scale
+    if soft_cap is not None:
+        score = soft_cap * torch.tanh(score / soft_cap)
+    score = score.masked_fill(~visible[None], float("-inf"))
+    if sinks is not None:
+        sink = sinks[:, None, None].expand(-1, score.shape[1], 1)
+        score = torch.cat([score, sink], -1)
+    weight = torch.softmax(score, -1)[..., : key.shape[0]].to(dtype)
+    return torch.einsum("hqs,shd->qhd", weight, value)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Tensors of one case on one device."""
+
+    bound: Any
+    oracle: ReferenceOps
+    cache: Any
+    table: torch.Tensor
+    lens: torch.Tensor
+    query: torch.Tensor
+    starts: torch.Tensor | None
+    sinks: torch.Tensor | None
+
+
+def set_up(config: Config, case: Case, device: str, target: Target | None = None, **options: Any) -> Setup:
+    """A cache full of NaN patterns but for the stored tokens, tables with poison in unused entries."""
+    g = torch.Generator().manual_seed(case.seed)
+    bound, oracle = bound_layers(config, case, target, **options)
+    bs, dtype = config.block_size, TORCH_DTYPES[config.dtype]
+    need = [-(-n // bs) for n in case.lens]
+    width = max([*need, 1]) + 1
+    order = torch.randperm(sum(need) + 2, generator=g)
+    table = torch.full((len(case.lens), width), -1, dtype=torch.int32)
+    table[1::2] = 2**31 - 1  # pitfall 21: entries that must never be read
+    cache = bound.allocate(len(order), device, fill=0xFF)
+    used = 0
+    for b, (length, count) in enumerate(zip(case.lens, need, strict=True)):
+        blocks = order[used : used + count]
+        used += count
+        table[b, :count] = blocks.int()
+        first = 0
+        if case.window is not None and config.window:  # blocks that left every window may have been freed
+            rows = 1 if case.queries is None else case.queries[b]
+            first = max(0, length - rows + 1 - case.window) // bs * bs if rows else 0
+            table[b, : first // bs] = -1
+        position = torch.arange(first, length)
+        if len(position):
+            key = gaussian((len(position), config.heads, config.head_size), g, dtype, case.key_scale)
+            value = gaussian((len(position), config.heads, config.head_size), g, dtype, case.value_scale)
+            slots = blocks[position // bs] * bs + position % bs
+            if device == "cpu":
+                oracle32 = ReferenceOps(bound.decision, bound.layout)
+                oracle32.store(key, value, cache.data, slots)
+            else:
+                bound.store(key.to(device), value.to(device), cache, slots.to(device))
+    queries = [1] * len(case.lens) if case.queries is None else list(case.queries)
+    rows = sum(queries) + case.spare_rows
+    query = gaussian((rows, config.heads * config.group, config.head_size), g, dtype).to(device)
+    starts = None
+    if case.queries is not None:
+        starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32, device=device)
+    sinks = None
+    if config.sinks:
+        sinks = torch.randn(config.heads * config.group, generator=g).to(device)
+    lens = torch.tensor(case.lens, dtype=torch.int32, device=device)
+    return Setup(bound, oracle, cache, table.to(device), lens, query, starts, sinks)
+
+
+def decode(setup: Setup, case: Case, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse, both poisoned before the call."""
+    out = torch.full_like(setup.query, float("nan"))
+    lse = torch.full(setup.query.shape[:2], float("nan"), device=setup.query.device)
+    setup.bound.decode(
+        setup.query, setup.cache, setup.table, setup.lens, setup.starts,
+        max_query_len=None if case.queries is None else max([*case.queries, 1]),
+        scale=case.scale, sinks=setup.sinks, out=out, lse=lse, **more,
+    )  # fmt: skip
+    return out, lse
+
+
+def check(config: Config, case: Case, device: str, target: Target | None = None, **options: Any) -> float:
+    """Runs one case against the bar; returns the largest ratio of a head's error to what is allowed."""
+    setup = set_up(config, case, device, target, **options)
+    setup.bound.checks = "shapes"  # the full checks read freed blocks' entries, which hold poison
+    out, lse = decode(setup, case)
+    return compare(setup, config, case, out, lse)
+
+
+def compare(setup: Setup, config: Config, case: Case, out: torch.Tensor, lse: torch.Tensor) -> float:
+    """Every query head of every row against the oracle."""
+    device = out.device
+    queries = [1] * len(case.lens) if case.queries is None else list(case.queries)
+    scale = setup.bound.layer.softmax_scale if case.scale is None else case.scale
+    window = setup.bound.layer.window
+    row, worst = 0, 0.0
+    for b, (length, count) in enumerate(zip(case.lens, queries, strict=True)):
+        here = slice(row, row + count)
+        row += count
+        if not count:
+            continue
+        high = length - count + 1 + torch.arange(count, device=device)
+        low = torch.zeros_like(high) if window is None else (high - window).clamp(min=0)
+        first = min(int(low.min()), length)
+        key, value = setup.oracle.read(setup.cache.data, setup.table[b], first, length)
+        token = torch.arange(first, length, device=device)
+        visible = (token >= low[:, None]) & (token < high[:, None])
+        query = setup.query[here]
+        groups = config.group
+        score = torch.einsum("qhd,shd->qhs", query.double(), key.repeat_interleave(groups, 1)) * scale
+        if config.soft_cap is not None:
+            score = config.soft_cap * torch.tanh(score / config.soft_cap)
+        score = score.masked_fill(~visible[:, None], float("-inf"))
+        if setup.sinks is not None:
+            sink = setup.sinks.double().expand(count, -1)[..., None]
+            score = torch.cat([score, sink], -1)
+        some = visible.any(-1)  # [count]
+        want_lse = torch.logsumexp(score, -1)
+        weight = torch.exp(score - want_lse[..., None])[..., : length - first]
+        want = torch.einsum("qhs,shd->qhd", weight, value.repeat_interleave(groups, 1))
+        assert bool((out[here][~some] == 0).all()), "rows that see no key must be zero"
+        assert bool((lse[here][~some] == float("-inf")).all()), "rows that see no key have lse = -inf"
+        if not bool(some.any()):
+            continue
+        got, want, want_lse = out[here][some].double(), want[some], want_lse[some]
+        plain = plain_attention(query, key, value, visible, scale, setup.sinks, config.soft_cap)[some].double()
+        size = want.norm(dim=-1)
+        error = (got - want).norm(dim=-1)
+        allowed = 2 * torch.maximum((plain - want).norm(dim=-1), ROUNDING[config.dtype] * size)
+        ratio = float((error / allowed.clamp(min=1e-30)).max())
+        assert ratio <= 1.0, (  # NaN fails too
+            f"{config} {case}: sequence {b}: a head's error is {ratio:.2f} of what is allowed"
+            f" (relative {float((error / size).max()):.2e})"
+        )
+        worst = max(worst, ratio)
+        off = float((lse[here][some].double() - want_lse).abs().max())
+        assert off <= LSE_TOLERANCE * max(1.0, case.key_scale), f"{config} {case}: lse off by {off:.2e}"
+    if case.spare_rows:  # padding rows past query_start_loc[-1] stay as they were
+        assert bool(out[row:].isnan().all())
+        assert bool(lse[row:].isnan().all())
+    return worst
