@@ -37,6 +37,7 @@ __all__ = ["Record", "Runner", "backends_of", "digest", "run_cases"]
 
 Record = dict[str, Any]
 LSE_LIMIT = 1e-2  # absolute error of the log of the softmax denominator
+TIMED_CALLS = 20  # in one measurement of a time case
 HEAD_SLACK = 3.0  # a single query head may have this much more error than all of them together
 
 
@@ -133,8 +134,8 @@ class Runner:
     def _here(self, tensor: torch.Tensor | None) -> Any:
         return None if tensor is None else tensor.to(self.mode.device)
 
-    def _timed(self, record: Record, call: Callable[[], object]) -> None:
-        """Call once for the result and the counters, then ``repeats`` times for the clock."""
+    def _timed(self, record: Record, bound: BoundLayer, call: Callable[[], object]) -> None:
+        """Call once for the result and the counters, then ``repeats`` times, without argument checks, for the clock."""
         with self.mode.running():
             call()
             self.mode.synchronize()
@@ -142,6 +143,7 @@ class Runner:
             record["counters"] = counters
         if self.mode.kernels:
             record["route"]["kernels"] = list(self.mode.kernels)
+        bound.checks = "off"
         seconds = []
         for _ in range(self.repeats):
             self.mode.synchronize()
@@ -171,7 +173,7 @@ class Runner:
         record["nonfinite"] = counted.tolist()
         record["layout"] = {"block_stride": bound.layout.block_stride, "blocks": made.num_blocks}
         self.caches[f"{case.id}@{bound.backend}"] = flat.numpy().copy()
-        self._timed(record, lambda: bound.store(key, value, cache, slots))
+        self._timed(record, bound, lambda: bound.store(key, value, cache, slots))
         if case.golden and (wrong := golden_mismatches(case, data, bound.layout)):
             named = ", ".join(f"{count} of {name}" for name, count in wrong.items())
             record.update(status="failed", why=f"bytes differ from the golden vectors: {named}")
@@ -229,7 +231,7 @@ class Runner:
                 max_query_len=made.max_query_len, sinks=sinks, out=out, lse=lse,
             )  # fmt: skip
 
-        self._timed(record, call)
+        self._timed(record, bound, call)
         got, got_lse = out.cpu(), lse.cpu()
         want = torch.empty(got.shape, dtype=torch.float64)
         want_lse = torch.empty(got_lse.shape, dtype=torch.float64)
@@ -261,7 +263,7 @@ class Runner:
         def call() -> None:
             found[:] = bound.dequantize(there, table, lens, starts=starts, total=total)
 
-        self._timed(record, call)
+        self._timed(record, bound, call)
         wanted = oracle.dequantize(
             cache, made.table, made.seq_lens, starts=made.starts, total=total, dtype=torch.float64
         )
@@ -290,15 +292,25 @@ class Runner:
         shape = (len(case.seq_lens), case.spec.num_heads, case.head_size)
         query = torch.randn(shape, generator=g, device=self.mode.device).to(dtype)
         table, out = order.int().view(len(case.seq_lens), each), torch.empty_like(query)
-        calls = 20
+        bound.checks = "off"  # they read index tensors on the host
 
         def call() -> None:
-            for _ in range(calls):
+            for _ in range(TIMED_CALLS):
                 bound.decode(query, cache, table, lens, max_query_len=1, out=out)
 
         call()
-        self._timed(record, call)
-        record["seconds"] = [s / calls for s in record.get("seconds", [])]
+        self.mode.synchronize()
+        record["timed"] = "eager"
+        if self.mode.device == "cuda":
+            try:  # a graph, so that the host's launches are not what is timed
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    call()
+                call, record["timed"] = graph.replay, "graph"
+            except RuntimeError as error:
+                record["timed"] = f"eager, no graph: {' '.join(str(error).split())[:200]}"
+        self._timed(record, bound, call)
+        record["seconds"] = [s / TIMED_CALLS for s in record.get("seconds", [])]
         read = sum(case.seq_lens) * bound.layout.bytes_per_token
         if record["seconds"]:
             record["gb_per_s"] = round(read / statistics.median(record["seconds"]) / 1e9, 1)
