@@ -1,4 +1,8 @@
-"""FlyDSL kernels for gfx950. The profile is the published one; its kernels are not in this version yet."""
+"""FlyDSL kernels for gfx950: docs/flydsl_decode.md.
+
+The profile is the published one. The kernels do more (GQA 1 to 16, blocks up to 128, sinks, window, soft cap: executed in
+tests/l1_simulate/test_flydsl.py); it is widened when those have been through all legs.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ BACKEND = register(
             OneOf(Code.ARCH, ARCHES),
             # A missing instruction or library ends the process inside FlyDSL, so it is imported elsewhere first.
             Package(Code.PACKAGE, name="flydsl", version=">=0.5,<0.6", arches=ARCHES, isolated=True),
+            Package(Code.PACKAGE, name="triton", version=">=3.6,<4", arches=ARCHES),  # store and dequantise
             OneOf(Code.LAYER_KIND, (AttentionKind.FULL, AttentionKind.SLIDING)),
             OneOf(Code.KEY_BITS, (4,)),
             OneOf(Code.VALUE_BITS, (4,)),
@@ -31,8 +36,7 @@ BACKEND = register(
             Without(Code.POSITION_BIAS),
         ),
         ops="_flydsl.ops:FlydslOps",
-        ready=False,
-        max_splits=64,
+        max_splits=128,
         description="FlyDSL, SoA cache: gfx950 only",
     )
 )
