@@ -96,22 +96,55 @@ class SimulateMode(Mode):
     def __init__(self, leg: Leg) -> None:
         super().__init__(leg)
         self._counted: Mapping[str, int] = {}
+        self._others: list[tuple[str, Any]] = []  # launches that do not go through Triton
+
+    def bind(
+        self, layer: LayerSpec, preset: str, block_size: int, layout: str, backend: str, splits: int = 0
+    ) -> BoundLayer:
+        """As in every mode; FlyDSL's launches are routed to the simulator as well."""
+        bound = super().bind(layer, preset, block_size, layout, backend, splits)
+        if get_backend(backend).ops.startswith("_flydsl."):
+            self._route_flydsl(bound)
+        return bound
+
+    def _route_flydsl(self, bound: BoundLayer) -> None:
+        """Give the operations a runtime that simulates, and before each decode the memory that kernels may touch."""
+        from tests.l1_simulate.flydsl_helpers import SimulatedRuntime
+        from turboquant_rocm.backends._triton.workspace import Workspace
+
+        ops: Any = bound.ops
+        ops.runtime = runtime = SimulatedRuntime(self.leg.target)
+        workspace = Workspace("cpu", 1 << 22)
+        decode = ops.decode
+
+        def simulated(query: Any, cache: Any, table: Any, lens: Any, starts: Any, most: int, scale: float,
+                      sinks: Any, out: Any, lse: Any, _: Any) -> None:  # fmt: skip
+            memory = {"query": query, "cache": cache, "table": table, "lens": lens, "starts": starts, "sinks": sinks,
+                      "out": out, "lse": lse, "workspace": workspace._buffers[-1]}  # fmt: skip
+            runtime.memory = {name: tensor for name, tensor in memory.items() if tensor is not None}
+            runtime.launches.clear()
+            decode(query, cache, table, lens, starts, most, scale, sinks, out, lse, workspace)
+            self._others += [(f"flydsl_{kind}", result.counters) for kind, result in runtime.launches]
+
+        ops.decode = simulated
 
     @contextmanager
     def running(self) -> Iterator[None]:
         from ci.cdna_sim.launcher import simulated_launches
 
+        self._others.clear()
         with simulated_launches(self.leg.target) as launches:
             yield
-        total: Counter[str] = Counter(launches=len(launches))
-        for launch in launches:
-            for name, count in launch.counters.as_dict().items():
+        found = [*((launch.name, launch.counters) for launch in launches), *self._others]
+        total: Counter[str] = Counter(launches=len(found))
+        for _, counters in found:
+            for name, count in counters.as_dict().items():
                 if isinstance(count, dict):
                     total.update({f"{name}.{kind}": number for kind, number in count.items()})
                 else:
                     total[name] += count
         self._counted = dict(sorted(total.items()))
-        self.kernels = [launch.name for launch in launches]
+        self.kernels = [name for name, _ in found]
 
     def counters(self) -> Mapping[str, int]:
         return self._counted
