@@ -44,14 +44,15 @@ def main(argv: list[str] | None = None) -> int:
         parts.append("dequantize")
     todo = workloads.selected(a.arch or workloads.ARCHS, a.layout or workloads.LAYOUTS, a.preset or workloads.PRESETS,
                               a.head_size or workloads.HEAD_SIZES)  # fmt: skip
-    results = [workloads.measure(w, ["store", *parts]) for w in todo]
-    for m in results:
+    results = []
+    for w in todo:
+        m = workloads.measure(w, ["store", *parts])
+        results.append(m)
         if not every:
             m.kernels = {k: c for k, c in m.kernels.items() if any(k.startswith(n) for n in names)}
         show(console, m, a.mnemonics)
-    if a.update:
-        budgets.update(results, a.budgets)
-        console.print(f"budgets of {len(results)} workloads written to {a.budgets}")
+        if a.update:  # at once: a run that is cut short keeps what it measured
+            budgets.update([m], a.budgets)
     if not a.check:
         return 0
     data = budgets.load(a.budgets)
