@@ -1,7 +1,7 @@
 """FlyDSL kernels for gfx950: docs/flydsl_decode.md.
 
-The profile is the published one. The kernels do more (GQA 1 to 16, blocks up to 128, sinks, window, soft cap: executed in
-tests/l1_simulate/test_flydsl.py); it is widened when those have been through all legs.
+The profile is the published one. The kernels do more (GQA 1 to 16, blocks up to 128, sinks, window, soft cap: executed
+in tests/l1_simulate/test_flydsl.py); it is widened when those have been through all legs.
 """
 
 from __future__ import annotations

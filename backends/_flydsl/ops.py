@@ -54,8 +54,6 @@ class FlydslOps:
     ) -> None:
         if splits is not None and not 1 <= splits <= MAX_SPLITS:
             raise SpecError("splits", splits, f"1 to {MAX_SPLITS}")
-        if layout.block_stride % 4:
-            raise SpecError("block_stride", layout.block_stride, "a multiple of 4 bytes for FlyDSL")
         self.layer = decision.layer
         self.layout = layout
         self.arch = decision.target.arch
@@ -146,7 +144,6 @@ class FlydslOps:
         lse: torch.Tensor | None,
     ) -> Plan:
         """The plan of one shape of call. Its specialisations depend on neither batch nor lengths."""
-        layer = self.layer
         for name, tensor in (("query", query), ("out", out)):
             if tensor.dtype not in _DTYPES:
                 raise SpecError(name, tensor.dtype, f"dtype {' or '.join(map(str, _DTYPES))} for FlyDSL")
@@ -154,25 +151,72 @@ class FlydslOps:
                 raise SpecError(name, f"strides {tensor.stride()}", "a contiguous last dimension")
         if lse is not None and (lse.dtype != torch.float32 or lse.stride(-1) != 1):
             raise SpecError("lse", f"{lse.dtype}, strides {lse.stride()}", "float32 with contiguous heads")
-        config = DecodeConfig.of(
+        batch, blocks = block_table.shape
+        groups, splits = self._shape(
+            batch, blocks * self.layout.block_size, max_query_len, multi, query.device
+        )
+        handles = self._handles(multi, _DTYPES[query.dtype], _DTYPES[out.dtype], lse is not None)
+        return Plan(*handles, splits, groups)
+
+    def _config(self, multi: bool) -> DecodeConfig:
+        layer = self.layer
+        return DecodeConfig.of(
             self.arch, self.layout, layer.gqa_ratio, multi=multi, window=layer.window, soft_cap=layer.soft_cap
         )
-        groups = -(-max_query_len // config.tokens_per_group) if multi else 1
-        batch, blocks = block_table.shape
-        splits = self.fixed_splits or self._splits(
-            batch * groups, blocks * self.layout.block_size, self.runtime.compute_units(query.device)
+
+    def _handles(self, multi: bool, query: str, out: str, lse: bool) -> tuple[Any, Any, Any]:
+        """The compiled launchers of a kind of call."""
+        heads, handle = self.layer.num_heads, self.runtime.handle
+        return (
+            handle("prepare", RowConfig(self.arch, heads, query)),
+            handle("decode", self._config(multi)),
+            handle("reduce", RowConfig(self.arch, heads, out, multi=multi, sinks=self.layer.sinks, lse=lse)),
         )
-        row = RowConfig(self.arch, layer.num_heads, _DTYPES[query.dtype])
-        end = RowConfig(
-            self.arch,
-            layer.num_heads,
-            _DTYPES[out.dtype],
-            multi=multi,
-            sinks=layer.sinks,
-            lse=lse is not None,
-        )
-        handle = self.runtime.handle
-        return Plan(handle("prepare", row), handle("decode", config), handle("reduce", end), splits, groups)
+
+    def _shape(
+        self, batch: int, context: int, max_query_len: int, multi: bool, device: torch.device
+    ) -> tuple[int, int]:
+        """Groups of columns per sequence, and splits."""
+        groups = -(-max_query_len // self._config(multi).tokens_per_group) if multi else 1
+        units = self.runtime.compute_units(device)
+        return groups, self.fixed_splits or self._splits(batch * groups, context, units)
+
+    def warmup(
+        self,
+        max_batch: int,
+        max_context: int,
+        max_query_len: int = 1,
+        *,
+        device: torch.device | str = "cuda",
+        dtype: torch.dtype | None = None,
+        lse: bool | None = None,
+        workspace: Workspace | None = None,
+    ) -> int:
+        """Compile every kernel that decode can need in the declared range, and reserve its scratch memory.
+
+        max_batch: most sequences; max_context: most tokens that a block table spans; max_query_len: most query tokens
+        of a sequence. dtype: of queries and outputs, default the layer's. lse: whether it will be asked for; None:
+        both. Returns the number of kernels.
+        """
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        name = str(self.layer.dtype) if dtype is None else _DTYPES[dtype]
+        made = {
+            handle
+            for multi in (False, True)
+            for write in ((False, True) if lse is None else (lse,))
+            for handle in self._handles(multi, name, name, write)
+        }
+        space = workspace or default_workspace(device)
+        nbytes = 0
+        for batch in range(1, max_batch + 1):
+            for length in range(1, max_query_len + 1):
+                _, splits = self._shape(batch, max_context, length, length > 1, device)
+                rows = batch * length * self.layer.num_heads
+                nbytes = max(nbytes, space.needed(rows, _QUERY_WORDS, splits, DIM))
+        space.reserve(nbytes)
+        return len(made)
 
     def _splits(self, sequences: int, context: int, compute_units: int) -> int:
         """Enough workgroups to fill the device, and none with fewer than MIN_TOKENS tokens."""

@@ -209,6 +209,7 @@ class SimulatedRuntime:
         self.memory: dict[str, torch.Tensor] = {}
         self.undefined: set[str] = set()
         self.launches: list[tuple[str, Any]] = []
+        self._handles: dict[tuple[str, Any], Any] = {}
 
     def arrays(self) -> list[tuple[str, np.ndarray]]:
         """The bytes of every tensor in ``memory``, pads included."""
@@ -235,6 +236,11 @@ class SimulatedRuntime:
         return self.units
 
     def handle(self, kind: str, config: Any) -> Any:
+        if (kind, config) not in self._handles:
+            self._handles[kind, config] = self._handle(kind, config)
+        return self._handles[kind, config]
+
+    def _handle(self, kind: str, config: Any) -> Any:
         code = compiled(kind, config, self.arch)
 
         def launch(*args: Any) -> None:
