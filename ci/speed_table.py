@@ -159,12 +159,14 @@ def bf16_paged(batch: int, context: int, hq: int, hk: int, d: int, bs: int, sms:
         for tile, warps, stages in ((32, 2, 3), (64, 4, 3), (64, 4, 2), (128, 4, 2), (32, 1, 3)):
 
             def call(i: int) -> None:
-                _bf16_kernel[(hk, splits, batch)](
+                _bf16_kernel[(hk, splits, batch)](  # noqa: B023
                     q, k[i], v[i], table, lens, part, lse, d**-0.5 * 1.4426950408889634, splits,  # noqa: B023
                     table.stride(0), hk, g, max(16, triton.next_power_of_2(g)), d, bs, tile,  # noqa: B023
                     num_warps=warps, num_stages=stages,  # noqa: B023
                 )  # fmt: skip
-                _bf16_reduce[(batch * hq,)](part, lse, out, splits, d, triton.next_power_of_2(splits))  # noqa: B023
+                _bf16_reduce[(batch * hq,)](
+                    part, lse, out, splits, d, triton.next_power_of_2(splits),  # noqa: B023
+                )  # fmt: skip
 
             time, _ = graph_time_us([lambda i=i: call(i) for i in range(copies)], 7)
             best = min(best, (time, f"tile {tile}, {warps} warps, {stages} stages, {splits} splits"))
@@ -238,15 +240,20 @@ def main() -> None:
     tunings = tunings if isinstance(tunings, list) else [tunings]
     properties = torch.cuda.get_device_properties(0)
     ceiling = read_ceiling()
-    head = f"{properties.name}, torch {torch.__version__}, Triton {triton.__version__}; read ceiling {ceiling / 1e12:.2f} TB/s"
+    head = (
+        f"{properties.name}, torch {torch.__version__}, Triton {triton.__version__}; "
+        f"read ceiling {ceiling / 1e12:.2f} TB/s"
+    )
     print(head, flush=True)
     lines = []
     for batch, context in shapes:
         base = None
         if not args.no_baseline:
-            base, how = bf16_paged(batch, context, hq, hk, args.head_size, args.block_size, properties.multi_processor_count)
-            full = batch * context * hk * args.head_size * 4
-            row = (f"{batch} x {context}", "bf16 paged", "", f"{base:.1f}", f"{100 * full / base * 1e6 / ceiling:.0f} %", "1.00", how)
+            base, how = bf16_paged(
+                batch, context, hq, hk, args.head_size, args.block_size, properties.multi_processor_count
+            )
+            percent = 100 * batch * context * hk * args.head_size * 4 / base * 1e6 / ceiling
+            row = (f"{batch} x {context}", "bf16 paged", "", f"{base:.1f}", f"{percent:.0f} %", "1.00", how)
             lines.append(row)
             print(" | ".join(row), flush=True)
         for layout in args.layouts.split(","):

@@ -1,8 +1,8 @@
 """Paged decode over SoA and AoS caches: one kernel, told apart only by the integers of the layout.
 
-Work. One program per (column tile, KV head, split, sequence). Its columns are the GQA group times a few query tokens
-(N of them, the small side of both products); its tokens are the tiles of one split of the sequence. Keys and values
-are read and decoded once for all columns.
+Work. One program per (column tile, KV head, split, sequence). The columns of a KV head are its query heads, query
+token after query token; a tile is N of them, the small side of both products. The tokens of a program are the tiles
+of one split of the sequence. Keys and values are read and decoded once for all columns of the tile.
 
 Tile of T tokens, all in registers of one warp or wave:
 
@@ -500,7 +500,6 @@ def decode_kernel(
     HK: tl.constexpr,
     G: tl.constexpr,  # Hq / Hk
     N: tl.constexpr,  # columns of a tile, a power of two
-    QT: tl.constexpr,  # query tokens of a column tile: QT * G <= N
     T: tl.constexpr,  # tokens of a tile
     KEY: tl.constexpr,  # RowTile.constants in tile.py
     VALUE: tl.constexpr,
@@ -544,7 +543,8 @@ def decode_kernel(
     MIDDLE: tl.constexpr = 1 << (VALUE[0] - 1)
 
     head = tl.program_id(0) % HK
-    first_query = (tl.program_id(0) // HK) * QT
+    first_column = (tl.program_id(0) // HK) * N
+    first_query = first_column // G
     split = tl.program_id(1)
     sequence = tl.program_id(2)
     seq_len = tl.load(seq_lens_ptr + sequence)
@@ -557,14 +557,15 @@ def decode_kernel(
     if first_query >= query_len:
         return
 
-    column = tl.arange(0, N)
-    query = first_query + column // G
-    live = (column < QT * G) & (query < query_len)
+    column = first_column + tl.arange(0, N)
+    query = column // G
+    live = query < query_len
     q_head = head * G + column % G
     row = (query_base + query).to(tl.int64) * HQ + q_head
     high = seq_len - query_len + query + 1  # [N] past the last key of each column
     high = tl.where(live, high, 0)
-    end = tl.maximum(seq_len - query_len + tl.minimum(first_query + QT, query_len), 0)
+    last_query = tl.minimum((first_column + N - 1) // G, query_len - 1)
+    end = tl.maximum(seq_len - query_len + last_query + 1, 0)
     begin = 0
     if WINDOW:
         begin = tl.maximum(seq_len - query_len + first_query + 1 - window, 0)

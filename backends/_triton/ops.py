@@ -75,9 +75,8 @@ def tuned(arch: str, vendor: str, backend: str, **facts: Any) -> dict[str, Any]:
     known = arch if arch in _LIKE[vendor] else _FALLBACK[vendor]
     values = dict(_tuned_file(known, backend))
     for override in values.pop("overrides", ()):
-        if all(facts[name] == wanted for name, wanted in override["when"].items()):
+        if all(facts[name] in wanted for name, wanted in override["when"].items()):
             values.update(override["use"])
-            break
     return values
 
 
@@ -186,9 +185,12 @@ class DecodePlan:
     def columns(self, max_query_len: int) -> int:
         """Columns of a tile: a power of two, at least the narrow side of the target's matrix instruction."""
         least = 8 if self.decision.target.vendor == "nvidia" else 16
-        group = self.layer.gqa_ratio
-        most = max(triton.next_power_of_2(group), self.tuned(0)["columns"])
-        return min(most, max(least, triton.next_power_of_2(group * max_query_len)))
+        wanted = triton.next_power_of_2(self.layer.gqa_ratio * max_query_len)
+        return max(least, min(self.tuned(0)["columns"], wanted))
+
+    def column_tiles(self, max_query_len: int) -> int:
+        """Column tiles of a KV head."""
+        return -(-max_query_len * self.layer.gqa_ratio // self.columns(max_query_len))
 
     def prepare_constants(self) -> dict[str, Any]:
         """Constexprs and options of the prepare kernel."""
@@ -211,7 +213,6 @@ class DecodePlan:
         return {
             **self.constants,
             "N": columns,
-            "QT": columns // self.layer.gqa_ratio if multi else 1,
             "T": choice["tokens"],
             "PREFETCH": choice["prefetch"] and self.layout.block_stride % 4 == 0,
             "MULTI": multi,
@@ -245,11 +246,11 @@ class DecodePlan:
         """Number of splits for a shape: enough programs to fill the device, no split shorter than min_tokens."""
         columns = self.columns(max_query_len)
         choice = self.tuned(columns)
-        per_tile = max(1, columns // self.layer.gqa_ratio) if max_query_len > 1 else 1
         visible = max_context
         if self.layer.window is not None:  # the widest range of tokens that one column tile can see
-            visible = min(visible, self.layer.window + min(per_tile, max_query_len) - 1 + GROUP)
-        programs = batch * self.layer.num_kv_heads * -(-max_query_len // per_tile)
+            queries = min(max_query_len, -(-columns // self.layer.gqa_ratio) + 1)
+            visible = min(visible, self.layer.window + queries - 1 + GROUP)
+        programs = batch * self.layer.num_kv_heads * self.column_tiles(max_query_len)
         wanted = choice["programs_per_cu"] * compute_units // programs  # whole waves: never a few programs more
         longest = -(-visible // max(choice["min_tokens"], choice["tokens"]))
         return max(1, min(wanted, longest, _MAX_SPLITS))
@@ -400,7 +401,7 @@ class TritonOps:
         space = workspace or default_workspace(device)
         units = _compute_units(device)
         lengths = sorted({1, max_query_len, *(1 << i for i in range((max_query_len - 1).bit_length()))})
-        modes = set()
+        modes: set[tuple[int, bool, bool]] = set()
         nbytes = 0
         for batch in range(1, max_batch + 1):
             for length in lengths:
@@ -466,7 +467,6 @@ class TritonOps:
         if single:
             max_query_len = 1
         columns = plan.columns(max_query_len)
-        per_tile = 1 if single else columns // self.layer.gqa_ratio
         splits = self.fixed_splits or plan.splits(
             max(batch, 1), blocks * self.layout.block_size, max_query_len, _compute_units(device)
         )
@@ -475,7 +475,7 @@ class TritonOps:
         return Launch(
             prepare_grid=(-(-tokens * self.layer.num_heads // _ROWS_PER_PREPARE), 1, 1),
             decode_grid=(
-                self.layer.num_kv_heads * -(-max_query_len // per_tile),
+                self.layer.num_kv_heads * plan.column_tiles(max_query_len),
                 splits,
                 batch if tokens else 0,
             ),
