@@ -97,7 +97,7 @@ def judge_tests(leg: Leg, report: TestReport, exit_code: int, known_backends: It
     for skip in report["skipped"]:
         why = skip["why"]
         skip["allowed"] = any(re.match(rf"{re.escape(name)}:", why) for name in others) or any(
-            re.search(allowed.pattern, why) for allowed in leg.may_skip
+            re.search(allowed.pattern, f"{skip['test']}: {why}") for allowed in leg.may_skip
         )
         if not skip["allowed"]:
             problems.append(f"test skipped: {skip['test']}: {why}")

@@ -30,7 +30,7 @@ class MatrixError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class MaySkip:
-    """A skip that is no failure. pattern: regular expression searched in the reason. why: for the reader."""
+    """A skip that is no failure. pattern: regular expression searched in "test: reason". why: for the reader."""
 
     pattern: str
     why: str
