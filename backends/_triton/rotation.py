@@ -7,10 +7,10 @@ R = kron(small_hadamard(m), sylvester(p)) / sqrt(D) (codebook.rotation). Two dev
   Head sizes with m = 1 do not need it. The small matrices are not symmetric: ``RotationTable`` holds the signs of
   R for y = R x (store, queries) or of its transpose for x = R^T y (dequantise).
 
-The order of the additions is that of the torch reference (strides 1, 2, 4 ... then runs 0 ... m - 1), written with
-reshapes and splits rather than with library reductions. So every rounding is fixed by the source, and a vector
-gives the same bits whatever the tile, the number of warps, the GPU, or the interpreter. Kernels that rely on it are
-launched with ``enable_fp_fusion=False``.
+The order of the additions is that of the torch reference (strides 1, 2, 4 ... then runs 0 ... m - 1), written out
+pair by pair rather than left to library reductions. So every rounding is fixed by the source, and a vector gives the
+same bits whatever the tile, the number of warps, the GPU, or the interpreter. Kernels that rely on it are launched
+with ``enable_fp_fusion=False``.
 
 ``rotate_rows`` is the stand-alone kernel, for queries: one program per tile of rows, which it owns from load to
 store; reads and writes each element once.
@@ -79,12 +79,19 @@ def sylvester(
     P: tl.constexpr,
     LOG_P: tl.constexpr,
 ):
-    """The +-1 butterfly over the last dimension, strides 1, 2, 4 ...; not scaled."""
+    """The +-1 butterfly over the last dimension, strides 1, 2, 4 ...; not scaled.
+
+    A step needs each element's partner. The sum of the pair's bits, as integers, less the own bits is the partner's
+    bits, whatever the layout: the compiler turns it into one shuffle, or into nothing where a thread holds both.
+    Splitting and joining the pairs instead would move whole tiles from layout to layout.
+    """
+    sign = (1 - 2 * tl.arange(0, 2)).to(tl.float32)  # the upper one of a pair becomes lower - upper
     for step in tl.static_range(LOG_P):
-        pairs = tl.permute(tl.reshape(x, (R, P // (2 << step), 2, 1 << step)), (0, 1, 3, 2))
-        a, b = tl.split(pairs)
-        pairs = tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2))
-        x = tl.reshape(pairs, (R, P))
+        own = tl.reshape(x, (R, P // (2 << step), 2, 1 << step))
+        bits = own.to(tl.int32, bitcast=True)
+        partner = (tl.sum(bits, axis=2, keep_dims=True) - bits).to(tl.float32, bitcast=True)
+        signs = tl.zeros_like(own) + sign[None, None, :, None]
+        x = tl.reshape(tl.fma(own, signs, partner), (R, P))  # exact product: one rounding
     return x
 
 

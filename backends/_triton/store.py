@@ -9,9 +9,9 @@ Floor: T * Hk * (D + Dv) * 2 bytes read + T * Hk * slot written; at D = 128 and 
 Budget of arithmetic per key element: 1 square, 1 division, log2(D) additions, 2^(b-1) - 1 compares, 1 shift.
 
 Same bytes everywhere. Order and rounding of every fp32 operation are those of the torch reference: reductions are
-pairwise in a written-out order (``_row_sum``), divisions and square roots are correctly rounded (``div_rn``,
-``sqrt_rn``), and nothing may be contracted to a fused multiply-add (``enable_fp_fusion=False``). FP8 goes through
-integer code: sm_80 has no conversion, and gfx942's turns fp16 464 to 480 into NaN.
+pairwise in a written-out order (``_row_sum``), divisions and square roots are correctly rounded (``_divide``,
+``div_rn``, ``sqrt_rn``), and the compiler may not contract to fused multiply-adds (``enable_fp_fusion=False``). FP8
+goes through integer code: sm_80 has no conversion, and gfx942's turns fp16 464 to 480 into NaN.
 
 Rules, as in docs/design.md: a vector with a NaN or an infinity is stored as the zero vector and counted; keys
 above 2^60 are scaled by a power of two before they are squared; stored norms and scales end at 65504, values are
@@ -52,17 +52,43 @@ _FP8_REBIAS = tl.constexpr(120 << 3)  # (127 - 7) in the exponent field after th
 
 
 @triton.jit
-def _row_sum(
-    x,  # [R, W] fp32
+def _cube(
+    x,  # [R, W]
     R: tl.constexpr,
-    W: tl.constexpr,
     LOG_W: tl.constexpr,
 ):
-    """Sum of each row, pairwise: element i with element i + W/2, and so on -> [R]."""
+    """One dimension of two for each bit of the column, the highest first -> [R, 2, ..., 2].
+
+    Sums over these dimensions and what is broadcast over them again stay in the registers and lanes that ``x`` is in.
+    """
+    return tl.reshape(x, [R] + [2] * LOG_W)
+
+
+@triton.jit
+def _row_sum(
+    x,  # [R, 2, ..., 2] fp32
+    LOG_W: tl.constexpr,
+):
+    """Sum of each row, pairwise: element i with element i + W/2, and so on -> [R, 1, ..., 1]."""
     for step in tl.static_range(LOG_W):
-        a, b = tl.split(tl.permute(tl.reshape(x, (R, 2, W >> (step + 1))), (0, 2, 1)))
-        x = a + b
-    return tl.reshape(x, (R,))
+        x = tl.sum(x, axis=step + 1, keep_dims=True)
+    return x
+
+
+@triton.jit
+def _divide(
+    x,  # fp32
+    divisor,  # fp32, broadcast to the shape of x
+):
+    """x / divisor: a correctly rounded reciprocal per divisor, and a quotient corrected by its exact remainder.
+
+    The result is the correctly rounded quotient but where that lies within 2^-23 of its last place of a tie, and the
+    same on every device, since products, fused products and ``div_rn`` are.
+    """
+    reciprocal = tl.div_rn(1.0, divisor)
+    quotient = x * reciprocal
+    remainder = tl.fma(-quotient, tl.broadcast_to(divisor, x.shape), x)
+    return tl.fma(remainder, tl.broadcast_to(reciprocal, x.shape), quotient)
 
 
 @triton.jit
@@ -262,11 +288,16 @@ def _load_run(
     D: tl.constexpr,
 ):
     """Columns START to START + W - 1, zero past D -> fp32 [R, W]."""
-    column = START + tl.arange(0, W)
-    keep = mask[:, None]
+    # In pieces of 32: then a thread holds the same eight columns of every piece of its row, the row's other pieces
+    # included, and few steps of the reductions and butterflies leave the thread.
+    PIECE: tl.constexpr = 32 if W > 32 else W
+    piece = tl.arange(0, W // PIECE)[None, :, None] * PIECE
+    column = START + piece + tl.arange(0, PIECE)[None, None, :]
+    keep = mask[:, None, None]
     if START + W > D:
-        keep = keep & (column < D)[None, :]
-    return tl.load(ptr + offset[:, None] + column[None, :], keep, 0.0).to(tl.float32)
+        keep = keep & (column < D)
+    x = tl.load(ptr + (offset[:, None, None] + column), keep, 0.0).to(tl.float32)
+    return tl.reshape(x, (x.shape[0], W))
 
 
 @triton.jit
@@ -321,16 +352,17 @@ def _store_keys(
     else:
         shrink = tl.where(largest > _BIG_BITS, _SHRINK, 1.0)  # [R], an exact power of two
         x = tl.where(bad[:, None], 0.0, x) * shrink[:, None]
-        norm = tl.sqrt_rn(_row_sum(x * x, R, D2, LOG_D2))  # [R]
-        divisor = norm + _KEY_EPS
+        x = _cube(x, R, LOG_D2)
+        norm = tl.sqrt_rn(_row_sum(x * x, LOG_D2))  # [R, 1, ..., 1]
         if M == 1:
-            y = sylvester(tl.div_rn(x, divisor[:, None]), R, P, LOG_P)
+            y = sylvester(tl.reshape(_divide(x, norm + _KEY_EPS), (R, D2)), R, P, LOG_P)
         else:
+            divisor = tl.reshape(norm, (R, 1)) + _KEY_EPS
             mixed = tl.zeros((R, M2, P), tl.float32)
             for j in tl.static_range(M):
                 run = _load_run(key_ptr, offset, inside, j * P, P, D)
                 run = tl.where(bad[:, None], 0.0, run) * shrink[:, None]
-                run = sylvester(tl.div_rn(run, divisor[:, None]), R, P, LOG_P)
+                run = sylvester(_divide(run, divisor), R, P, LOG_P)
                 mixed = add_run(mixed, run, j, M2, SIGNS)
             y = tl.reshape(mixed, (R, D2))
         codes, square = _bucketize(y * ROT_SCALE, MIDS, SQUARES, KEY_BITS)
@@ -339,9 +371,10 @@ def _store_keys(
             codes = tl.where((column < D)[None, :], codes, 0)
             square = tl.where((column < D)[None, :], square, 0.0)
         _store_codes(data_at, codes, kept, KEY_BITS, KEY_DATA[3], KEY_DATA[4], R, D2)
-        norm = norm * tl.where(largest > _BIG_BITS, _GROW, 1.0)
+        norm = tl.reshape(norm, (R,)) * tl.where(largest > _BIG_BITS, _GROW, 1.0)
         if FOLD:
-            norm = tl.div_rn(norm, tl.sqrt_rn(_row_sum(square, R, D2, LOG_D2) + _CENTROID_EPS))
+            square = tl.reshape(_row_sum(_cube(square, R, LOG_D2), LOG_D2), (R,))
+            norm = tl.div_rn(norm, tl.sqrt_rn(square + _CENTROID_EPS))
         norm_at = row_bytes(
             cache_ptr, slot, head, BLOCK_SIZE, BLOCK_STRIDE, KEY_NORM[0], KEY_NORM[1], KEY_NORM[2]
         )
@@ -383,7 +416,7 @@ def _store_values(
         low = tl.min(tl.where((column < DV)[None, :], x, _FP16_MAX), axis=1)
         high = tl.max(tl.where((column < DV)[None, :], x, -_FP16_MAX), axis=1)
     scale = tl.div_rn(tl.maximum(high - low, _MIN_STEP * LEVELS), LEVELS + 0.0)  # [R]
-    index = tl.floor(tl.div_rn(x - low[:, None], scale[:, None]) + 0.5)
+    index = tl.floor(_divide(x - low[:, None], scale[:, None]) + 0.5)
     codes = tl.minimum(index, LEVELS + 0.0).to(tl.int32)  # never below 0: x >= low
     if DV2 != DV:
         codes = tl.where((tl.arange(0, DV2) < DV)[None, :], codes, 0)

@@ -1,0 +1,32 @@
+"""The dequantise kernel on a device, against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests import store_checks as checks
+
+
+@pytest.mark.parametrize("head_size", checks.HEAD_SIZES)
+@pytest.mark.parametrize("layout", checks.LAYOUTS)
+@pytest.mark.parametrize(
+    "preset", [*checks.PRESETS, *checks.OTHER_WIDTHS], ids=lambda p: getattr(p, "name", p)
+)
+def test_reference(preset, layout, head_size, device):
+    checks.check_dequantize(preset, layout, head_size, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("layout", checks.LAYOUTS)
+@pytest.mark.parametrize("preset", checks.PRESETS)
+def test_output_dtypes(preset, layout, dtype, device):
+    checks.check_dequantize(preset, layout, 128, device, dtype)
+
+
+@pytest.mark.parametrize("layout", checks.LAYOUTS)
+@pytest.mark.parametrize("preset", checks.PRESETS)
+def test_padded_strides_and_value_size(preset, layout, device):
+    checks.check_dequantize(
+        preset, layout, 64, device, slot_stride=256, block_stride=256 * 48 + 66, value_head_size=96
+    )
