@@ -29,6 +29,7 @@ HEADROOM = 4.0  # log2: the largest p' is 2**-HEADROOM when the reference is set
 START = -(2.0**100)  # reference before the first tile
 TINY = 2.0**-24  # smallest fp16 above zero
 NEG_INF = float("-inf")
+NOWHERE = -4096  # an offset out of every bound, small distances added to it too
 
 MERGE_PITCH = 36  # floats per column in the merge buffer: 32 dims and a pad that spreads the banks
 
@@ -139,11 +140,11 @@ class _Query:
     """The prepared query of a lane: eight words of h and of l; score = integer * scale + centre (pairs of each)."""
 
     def __init__(self, cfg: DecodeConfig, q8: Any, meta: Any, row: Any, valid: Any, g: Any) -> None:
-        offset = e.select(valid, row * I32(2 * DIM), I32(-1)) if valid is not None else row * I32(2 * DIM)
+        offset = e.select(valid, row * I32(2 * DIM), I32(NOWHERE))
         parts = [e.load(q8, offset + I32(32) * g + I32(at), 4) for at in (0, 16, DIM, DIM + 16)]
         words = [w for part in parts for w in part]
         self.high, self.low = words[:8], words[8:]
-        where = e.select(valid, row * I32(8), I32(-1)) if valid is not None else row * I32(8)
+        where = e.select(valid, row * I32(8), I32(NOWHERE))
         scale, centre = e.load(meta, where, 2).bitcast(F32)
         self.scale, self.centre = e.vec([scale, scale], F32), e.vec([centre, centre], F32)
 
