@@ -71,16 +71,49 @@ class Policy:
     variables: tuple[tuple[str, str], ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
+        for name in ("allow_fallback", "planned"):
+            if not isinstance(getattr(self, name), bool):
+                raise SpecError(f"policy {name}", getattr(self, name), "true or false")
         for name in ("deny", "require"):
             value = getattr(self, name)
-            if isinstance(value, str):
+            if value is None and name == "require":
+                continue
+            if not isinstance(value, (list, tuple, set, frozenset)) or not all(
+                isinstance(v, str) for v in value
+            ):
                 raise SpecError(f"policy {name}", value, "a collection of backend names")
-            if value is not None:
-                object.__setattr__(self, name, frozenset(value))
+            if not value and name == "require":
+                raise SpecError("policy require", "nothing", "at least one backend name")
+            object.__setattr__(self, name, frozenset(value))
+        if self.force is not None and not isinstance(self.force, str):
+            raise SpecError("policy force", self.force, "a backend name")
         for name in sorted({*filter(None, [self.force]), *self.deny, *(self.require or ())}):
             get_backend(name)
         if self.layout not in (None, "soa", "aos"):
             raise SpecError("policy layout", self.layout, "soa, aos or none")
+
+    def narrowed_by(self, other: Policy) -> Policy:
+        """Both policies at once: what either forbids is forbidden. SpecError where no backend could obey both."""
+        values: dict[str, Any] = {
+            "deny": self.deny | other.deny,
+            "allow_fallback": self.allow_fallback and other.allow_fallback,
+            "planned": self.planned or other.planned,
+            "variables": tuple(dict.fromkeys((*self.variables, *other.variables))),
+        }
+        for name in ("force", "layout"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if None not in (mine, theirs) and mine != theirs:
+                raise SpecError(f"policy {name}", theirs, f"{mine}, which another flag or variable asks for")
+            values[name] = mine if theirs is None else theirs
+        values["require"] = self.require
+        if other.require is not None:
+            values["require"] = other.require if self.require is None else self.require & other.require
+            if not values["require"]:
+                wants = (
+                    f"one of {', '.join(sorted(self.require or ()))}, which another flag or variable asks for"
+                )
+                raise SpecError("policy require", ", ".join(sorted(other.require)), wants)
+        return replace(self, **values)
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any], source: str = "policy") -> Policy:
@@ -108,23 +141,25 @@ class Policy:
         """The policy that the ``TURBOQUANT_ROCM_*`` variables ask for; without any, the default one."""
         environ = os.environ if environ is None else environ
         policy = cls()
-        variables: list[tuple[str, str]] = []
         if name := environ.get("TURBOQUANT_ROCM_POLICY"):
-            policy = cls.named(name)
-            changed = (f.name for f in fields(cls) if getattr(policy, f.name) != getattr(cls(), f.name))
-            variables += [(field_name, "TURBOQUANT_ROCM_POLICY") for field_name in changed]
+            named = cls.named(name)
+            changed = (f.name for f in fields(cls) if getattr(named, f.name) != getattr(policy, f.name))
+            policy = replace(named, variables=tuple((c, "TURBOQUANT_ROCM_POLICY") for c in changed))
         changes: dict[str, Any] = {}
         if force := environ.get("TURBOQUANT_ROCM_FORCE"):
             changes["force"] = force
         if deny := environ.get("TURBOQUANT_ROCM_DENY"):
-            changes["deny"] = policy.deny | _names(deny)
+            changes["deny"] = _names(deny)
         if require := environ.get("TURBOQUANT_ROCM_REQUIRE"):
             changes["require"] = _names(require)
-        if environ.get("TURBOQUANT_ROCM_NO_FALLBACK", "0") not in ("", "0"):
+        switch = environ.get("TURBOQUANT_ROCM_NO_FALLBACK", "")
+        if switch not in ("", "0", "1"):
+            raise SpecError("TURBOQUANT_ROCM_NO_FALLBACK", switch, "0 or 1")
+        if switch == "1":
             changes["allow_fallback"] = False
         names = {"allow_fallback": "NO_FALLBACK"}
-        variables += [(name, f"TURBOQUANT_ROCM_{names.get(name, name.upper())}") for name in changes]
-        return replace(policy, **changes, variables=tuple(variables))
+        variables = tuple((n, f"TURBOQUANT_ROCM_{names.get(n, n.upper())}") for n in changes)
+        return policy.narrowed_by(cls(**changes, variables=variables))
 
 
 class IneligibleError(SpecError):
@@ -161,20 +196,25 @@ class Decision:
 
     @property
     def fell_back(self) -> bool:
-        """True if a faster backend that is built for this target, and there, was refused."""
-        return any(not {r.code for r in why} & {Code.ARCH, Code.KERNELS} for why in self.refused.values())
+        """True if a faster backend that is built for this target, there and allowed by the policy, was refused."""
+        excused = {Code.ARCH, Code.KERNELS, Code.POLICY}
+        return any(not {r.code for r in why} & excused for why in self.refused.values())
 
 
-def _policy_refusals(backend: Backend, policy: Policy, first: str | None) -> Iterable[Refusal]:
+def _policy_refusals(backend: Backend, policy: Policy, first: Backend | None) -> Iterable[Refusal]:
     """Why ``policy`` forbids ``backend``. first: the fastest backend that is built for the target."""
+    if policy.force not in (None, backend.name):
+        yield Refusal(Code.POLICY, f"force {policy.force}", f"force {backend.name}, or no forced backend")
     if backend.name in policy.deny:
         yield Refusal(Code.POLICY, "denied", f"{backend.name} not denied by the policy")
     if policy.require is not None and backend.name not in policy.require:
         yield Refusal(Code.POLICY, "not required", " or ".join(sorted(policy.require)))
     if policy.layout not in (None, backend.layout) and backend.layout != "any":
         yield Refusal(Code.POLICY, f"layout {backend.layout}", f"layout {policy.layout}")
-    if not policy.allow_fallback and policy.force is None and first is not None and backend.name != first:
-        yield Refusal(Code.POLICY, "fallback", f"{first}, or a policy that allows fallbacks")
+    slower = first is not None and backend.priority < first.priority
+    if slower and not policy.allow_fallback and policy.force is None:
+        assert first is not None
+        yield Refusal(Code.POLICY, "fallback", f"{first.name}, or a policy that allows fallbacks")
 
 
 def _built_for(backend: Backend, request: Request, policy: Policy) -> bool:
@@ -184,12 +224,15 @@ def _built_for(backend: Backend, request: Request, policy: Policy) -> bool:
 
 
 def all_refusals(request: Request, policy: Policy) -> dict[str, tuple[Refusal, ...]]:
-    """For every backend that ``policy`` lets be asked, in order of priority, its complete list of reasons."""
+    """For every backend that can be asked, in order of priority, its complete list of reasons.
+
+    With a forced backend the faster ones are asked too: their refusals begin with the policy.
+    """
+    candidates = tuple(b for b in backends() if b.automatic)
     if policy.force is not None:
-        candidates: tuple[Backend, ...] = (get_backend(policy.force),)
-    else:
-        candidates = tuple(b for b in backends() if b.automatic)
-    first = next((b.name for b in candidates if _built_for(b, request, policy)), None)
+        forced = get_backend(policy.force)
+        candidates = (*(b for b in candidates if b.priority > forced.priority), forced)
+    first = next((b for b in candidates if _built_for(b, request, policy)), None)
     found = {}
     for backend in candidates:
         why = [*backend.refusals(request), *_policy_refusals(backend, policy, first)]
@@ -235,7 +278,14 @@ def decide(
     """
     policy = Policy.from_environment() if policy is None else policy
     request = Request(layer, target, get_preset(preset), block_size, environment or Environment())
-    question = (replace(layer, index=0, notes=()), target, target.local, request.preset, block_size, policy)
+    question = (
+        replace(layer, index=0, notes=(), kv_shared_with=None),
+        target,
+        target.local,
+        request.preset,
+        block_size,
+        policy,
+    )
     who = f"layer {layer.index}"
     try:
         decision = resolve(request, policy)

@@ -4,18 +4,21 @@ Which backend does every layer of a model get on a GPU, why was every faster one
 change that would get it? No GPU is needed, and nothing is imported that could need one, unless ``--env`` or
 ``--target local`` asks.
 
-Exit status: 0 fine, 1 some layer is refused by every backend, 2 ``--expect`` is not met, 3 bad input.
+Exit status: 0 fine, 1 some layer is refused by every backend, 2 ``--expect`` is not met, 3 bad input,
+4 a fault of this program (a traceback, please report it).
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+import traceback
+import unicodedata
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 from .backends import get_backend
@@ -33,6 +36,7 @@ FINE: Final = 0
 REFUSED: Final = 1
 UNMET: Final = 2
 BAD_INPUT: Final = 3
+FAULT: Final = 4
 
 FORMATS: Final = ("table", "json", "markdown", "html")
 
@@ -171,20 +175,15 @@ def _policy(options: argparse.Namespace) -> Policy:
     """The environment's policy, narrowed by the flags."""
     policy = Policy.from_environment()
     if options.policy:
-        policy = Policy.named(options.policy)
-    changes: dict[str, Any] = {}
-    if options.force:
-        changes["force"] = options.force
-    if options.deny:
-        changes["deny"] = policy.deny | frozenset(options.deny)
-    if options.require:
-        changes["require"] = frozenset(options.require)
-    if options.no_fallback:
-        changes["allow_fallback"] = False
-    if options.layout:
-        changes["layout"] = options.layout
-    variables = tuple((name, variable) for name, variable in policy.variables if name not in changes)
-    return replace(policy, **changes, variables=variables)
+        policy = policy.narrowed_by(Policy.named(options.policy))
+    flags = Policy(
+        force=options.force or None,
+        deny=frozenset(options.deny or ()),
+        require=frozenset(options.require) if options.require else None,
+        allow_fallback=not options.no_fallback,
+        layout=options.layout,
+    )
+    return policy.narrowed_by(flags)
 
 
 def _answer(options: argparse.Namespace, model: ModelSpec, arch: str, policy: Policy) -> Plan:
@@ -261,8 +260,27 @@ def _document(options: argparse.Namespace) -> Document:
 # ---- printing -------------------------------------------------------------------------------------------
 
 
+def _printable(value: Any) -> Any:
+    """``value`` with control, format (bidirectional overrides) and lone surrogate characters of its strings escaped.
+
+    A model's name comes from a file that somebody else wrote; it must not steer the reader's terminal.
+    """
+    if isinstance(value, str):
+        unsafe = ("Cc", "Cf", "Cs")
+        return "".join(
+            c.encode("unicode_escape").decode() if unicodedata.category(c) in unsafe and c != "\n" else c
+            for c in value
+        )
+    if isinstance(value, Mapping):
+        return {_printable(k): _printable(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_printable(v) for v in value) if type(value) in (list, tuple) else value
+    return value
+
+
 def render(document: Document, form: str, width: int | None = None, color: bool = False) -> str:
     """``document`` in one of FORMATS."""
+    document = _printable(document)
     if form == "json":
         return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
     if form == "html":
@@ -307,8 +325,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status, text, notes = run(sys.argv[1:] if arguments is None else arguments)
     except SpecError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(_printable(f"error: {error}"), file=sys.stderr)
         return BAD_INPUT
+    except Exception:  # a fault of ours must not look like an answer: statuses 0 to 2 are answers
+        traceback.print_exc()
+        print(
+            "error: this is a fault of turboquant_rocm, not of the input; please report it", file=sys.stderr
+        )
+        return FAULT
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a C locale can print ASCII only
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         sys.stdout.write(text)
         sys.stdout.flush()

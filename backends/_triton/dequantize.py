@@ -298,10 +298,11 @@ def _dequantize_kernel(
         scale = load_half(scale_at, inside, VALUE_SCALE[4])
         zero = load_half(zero_at, inside, VALUE_ZERO[4])
         value = code.to(tl.float32) * scale[:, None] + zero[:, None]
-        column = tl.arange(0, DV2)
-        keep = inside[:, None] & (column < DV)[None, :]
-        out = value_ptr + (row * DV)[:, None] + column[None, :]
-        tl.store(out, value.to(value_ptr.dtype.element_ty), keep)
+        # Names of their own: the compiler merges names that both branches assign, and these differ in shape.
+        value_column = tl.arange(0, DV2)
+        value_keep = inside[:, None] & (value_column < DV)[None, :]
+        value_out = value_ptr + (row * DV)[:, None] + value_column[None, :]
+        tl.store(value_out, value.to(value_ptr.dtype.element_ty), value_keep)
 
 
 @cache

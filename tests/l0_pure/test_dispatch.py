@@ -461,3 +461,76 @@ def test_deciding_imports_no_kernel_package():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+# ---- flags, variables and named policies together can only narrow --------------------------------------------------
+
+
+def test_policies_narrow_each_other():
+    a = Policy(deny=frozenset({"triton_aos"}), require=frozenset({"triton_soa", "triton_aos"}))
+    b = Policy(deny=frozenset({"flydsl_gfx950"}), require=frozenset({"triton_soa"}), allow_fallback=False)
+    for both in (a.narrowed_by(b), b.narrowed_by(a)):
+        assert both.deny == {"triton_aos", "flydsl_gfx950"}
+        assert both.require == {"triton_soa"}
+        assert not both.allow_fallback
+    assert a.narrowed_by(Policy()) == a
+    with pytest.raises(SpecError, match="policy force=triton_soa|policy force='triton_soa'"):
+        Policy(force="triton_aos").narrowed_by(Policy(force="triton_soa"))
+    with pytest.raises(SpecError, match="policy require"):
+        a.narrowed_by(Policy(require=frozenset({"flydsl_gfx950"})))
+
+
+def test_a_flag_cannot_undo_a_variable(monkeypatch):
+    from turboquant_rocm.explain import run
+
+    ask = ["qwen3-32b", "--target", "gfx942", "--expect", "triton_soa", "--width", "200"]
+    assert run(ask)[0] == 0
+    monkeypatch.setenv("TURBOQUANT_ROCM_DENY", "triton_soa")
+    assert run([*ask, "--policy", "default"])[0] == 2
+    monkeypatch.delenv("TURBOQUANT_ROCM_DENY")
+    monkeypatch.setenv("TURBOQUANT_ROCM_REQUIRE", "triton_aos")
+    with pytest.raises(SpecError, match="require"):
+        run([*ask, "--require", "triton_soa"])
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "named"),
+    [
+        ("NO_FALLBACK", "false", "NO_FALLBACK"),
+        ("REQUIRE", ",", "policy require"),
+        ("FORCE", "fast", "backend"),
+    ],
+)
+def test_variables_are_checked(variable: str, value: str, named: str):
+    with pytest.raises(SpecError, match=named):
+        Policy.from_environment({f"TURBOQUANT_ROCM_{variable}": value})
+
+
+@pytest.mark.parametrize(
+    "data",
+    [{"deny": 5}, {"deny": None}, {"force": ["a"]}, {"allow_fallback": "no"}, {"require": []}, {"deny": [1]}],
+)
+def test_policy_values_are_checked(data: dict):
+    with pytest.raises(SpecError, match="policy"):
+        Policy.from_mapping(data)
+
+
+def test_a_forced_backend_still_explains_the_faster_ones():
+    layer = LayerSpec(0, 32, 8, 128)
+    decision = resolve(
+        Request(layer, get_target("gfx950"), get_preset("4bit_nc"), 16), Policy(force="triton_aos")
+    )
+    assert decision.backend == "triton_aos"
+    assert set(decision.refused) == {"flydsl_gfx950", "triton_soa"}
+    assert [r.code for r in decision.refused["triton_soa"]] == [Code.POLICY]
+    assert {Code.GQA_RATIO, Code.POLICY} <= {r.code for r in decision.refused["flydsl_gfx950"]}
+    assert not decision.fell_back
+
+
+def test_only_slower_backends_are_fallbacks():
+    layer = LayerSpec(0, 32, 8, 128)
+    request = Request(layer, get_target("gfx942"), get_preset("4bit_nc"), 16)
+    found = all_refusals(request, Policy(allow_fallback=False))
+    assert Code.POLICY not in {r.code for r in found["flydsl_gfx950"]}
+    assert not found["triton_soa"]
+    assert [r.code for r in found["triton_aos"]] == [Code.POLICY]
