@@ -15,32 +15,43 @@ from functools import cache
 from typing import Any, Final
 
 from .presets import load_yaml
-from .spec import AttentionKind, Dtype, LayerSpec, ModelSpec, SpecError
+from .spec import MAX_HEADS, AttentionKind, Dtype, LayerSpec, ModelSpec, SpecError, is_number
 
 __all__ = ["model_from_config", "model_type_facts"]
 
 MAX_LAYERS: Final = 4096
-MAX_HEADS: Final = 65536
 
 Kind = AttentionKind
 
 
 @cache
-def model_type_facts() -> Mapping[str, Mapping[str, Any]]:
-    """What ``configs/model_types.yaml`` says, by model_type."""
-    data = load_yaml("model_types.yaml")
+def _table() -> Mapping[str, Any]:
+    data: Mapping[str, Any] = load_yaml("model_types.yaml")
     if data.get("version") != 1:
         raise SpecError("model_types.yaml version", data.get("version"), "1")
-    types: Mapping[str, Mapping[str, Any]] = data["types"]
+    return data
+
+
+def model_type_facts() -> Mapping[str, Mapping[str, Any]]:
+    """What ``configs/model_types.yaml`` says, by model_type."""
+    types: Mapping[str, Mapping[str, Any]] = _table()["types"]
     return types
+
+
+@cache
+def known_model_types() -> frozenset[str]:
+    """Types with facts, and those known to have none that their config leaves out."""
+    return frozenset(model_type_facts()) | frozenset(_table()["plain"])
 
 
 # ---- reading fields -------------------------------------------------------------------------------------
 
+# In encoder-decoder configs num_hidden_layers and num_attention_heads are those of the encoder, so the decoder's
+# own keys come first.
 LAYERS: Final = (
-    "num_hidden_layers",
     "num_decoder_layers",
     "decoder_layers",
+    "num_hidden_layers",
     "n_layer",
     "n_layers",
     "num_layers",
@@ -49,9 +60,9 @@ LAYERS: Final = (
     "num_blocks",
 )
 HEADS: Final = (
-    "num_attention_heads",
     "num_decoder_attention_heads",
     "decoder_attention_heads",
+    "num_attention_heads",
     "n_head",
     "n_heads",
     "num_heads",
@@ -127,17 +138,18 @@ class Fields:
         return _integer(self.name(key), value, low, high)
 
     def need(self, *keys: str, low: int = 1, high: int = 1 << 24) -> int:
-        """:meth:`integer`, and a SpecError that names the first key if none is there."""
+        """:meth:`integer`, and a SpecError that names the most common key if none is there."""
         value = self.integer(*keys, low=low, high=high)
         if value is None:
-            raise SpecError(self.name(keys[0]), None, f"an integer >= {low} (or {', '.join(keys[1:])})")
+            first, *others = sorted(keys, key=lambda key: "decoder" in key)
+            raise SpecError(self.name(first), None, f"an integer >= {low} (or {', '.join(others)})")
         return value
 
     def number(self, *keys: str) -> float | None:
         key, value = self.get(*keys)
         if not key or value is False:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        if not is_number(value):
             raise SpecError(self.name(key), value, "a number > 0, or null")
         return float(value)
 
@@ -197,7 +209,11 @@ def decoder_fields(config: Mapping[str, Any]) -> tuple[Fields, str]:
     if outer is not None and not isinstance(outer, str):
         raise SpecError("model_type", outer, "a string")
     for _ in range(4):
-        if fields.data.get("num_hidden_layers") is not None and any(fields.data.get(k) for k in HEADS):
+        whole = fields.data.get("num_hidden_layers") is not None and any(fields.data.get(k) for k in HEADS)
+        if fields.data.get("is_encoder_decoder") is True and isinstance(fields.data.get("decoder"), Mapping):
+            fields = Fields(fields.data["decoder"], f"{fields.path}decoder.")
+            continue
+        if whole:
             break
         inner = next((key for key in NESTED if isinstance(fields.data.get(key), Mapping)), None)
         if inner is None:
@@ -249,6 +265,7 @@ WORDS: Final[Mapping[str, tuple[Kind, bool]]] = {
     "heavily_compressed_attention": (Kind.SPARSE, False),
     "reference_sliding_attention": (Kind.SPARSE, False),
     "lsh": (Kind.SPARSE, False),
+    "block_sparse": (Kind.SPARSE, False),
     "window_attention": (Kind.ENCODER, False),
     "cross": (Kind.CROSS, False),
     "cross_attention": (Kind.CROSS, False),
@@ -342,7 +359,10 @@ def _from_attention_types(d: Depth) -> Words | None:
     for item in found:
         if not (isinstance(item, list | tuple) and len(item) == 2 and isinstance(item[0], list | tuple)):
             raise SpecError(d.fields.name("attention_types"), item, "pairs of a list of kinds and a count")
-        words += list(item[0]) * _integer(d.fields.name("attention_types"), item[1], 1, MAX_LAYERS)
+        times = _integer(d.fields.name("attention_types"), item[1], 1, MAX_LAYERS)
+        if len(words) + len(item[0]) * times > d.count:
+            raise SpecError(d.fields.name("attention_types"), "more entries", f"{d.count} layers in all")
+        words += list(item[0]) * times
     if len(words) != d.count:
         raise SpecError(d.fields.name("attention_types"), f"{len(words)} entries", f"{d.count} layers in all")
     return words
@@ -358,19 +378,30 @@ def _from_override_pattern(d: Depth) -> Words | None:
     return [PATTERN_LETTERS[letter] for letter in value]
 
 
-def _from_block_configs(d: Depth) -> Words | None:
-    """Searched architectures (DeciLM, Nemotron-NAS): one block each, some without attention."""
-    found = d.fields.listing("block_configs")
+def _block_attentions(fields: Fields, count: int) -> list[Mapping[str, Any]] | None:
+    """The attention entry of each of the block_configs."""
+    found = fields.listing("block_configs")
     if found is None:
         return None
-    name = d.fields.name("block_configs")
-    if len(found) != d.count:
-        raise SpecError(name, f"{len(found)} entries", f"one for each of the {d.count} layers")
-    words = []
-    for block in found:
+    name = fields.name("block_configs")
+    if len(found) != count:
+        raise SpecError(name, f"{len(found)} entries", f"one for each of the {count} layers")
+    attentions = []
+    for index, block in enumerate(found):
         attention = block.get("attention") if isinstance(block, Mapping) else None
         if not isinstance(attention, Mapping):
-            raise SpecError(name, block, "blocks with an attention entry")
+            raise SpecError(f"{name}[{index}]", block, "a block with an attention entry")
+        attentions.append(attention)
+    return attentions
+
+
+def _from_block_configs(d: Depth) -> Words | None:
+    """Searched architectures (DeciLM, Nemotron-NAS): one block each, some without attention."""
+    found = _block_attentions(d.fields, d.count)
+    if found is None:
+        return None
+    words = []
+    for attention in found:
         absent = bool(attention.get("no_op")) or bool(attention.get("replace_with_linear"))
         words.append("none" if absent else "full")
     return words
@@ -462,12 +493,17 @@ def _from_chunks(d: Depth) -> Words | None:
 
 def _from_max_window_layers(d: Depth) -> Words | None:
     """Qwen: with use_sliding_window the layers from max_window_layers on are sliding; without, none is."""
-    if d.fields.data.get("use_sliding_window") is None and d.fields.data.get("max_window_layers") is None:
+    given = d.fields.data.get("use_sliding_window") is not None
+    default = d.facts.get("use_sliding_window")
+    if not given and default is None and d.fields.data.get("max_window_layers") is None:
         return None
-    if not d.fields.flag("use_sliding_window", True):
+    if not d.fields.flag("use_sliding_window", default is not False):
         if d.window is not None:
-            d.notes.append(f"sliding_window={d.window} is set and not used (use_sliding_window is false)")
+            why = "use_sliding_window is false" + ("" if given else ", the default of this model type")
+            d.notes.append(f"sliding_window={d.window} is set and not used ({why})")
         return ["full"] * d.count
+    if d.window is not None and not given and default is None:
+        d.notes.append("unknown: use_sliding_window is not given; sliding_window taken as used")
     if d.window is None:
         return ["full"] * d.count
     first = d.fields.integer("max_window_layers", low=0)
@@ -521,6 +557,7 @@ CONVENTIONS: Final[tuple[Callable[[Depth], Words | None], ...]] = (
     _every("full_attention_interval", "linear", -1),
     _every("layer_group_size", "linear", -1),
     _every("global_attn_every_n_layers", "sliding", -1),
+    _every("dense_attention_every_n_layers", "block_sparse", -1),
     _every("sliding_window_pattern", "sliding", -1),
     _every("_sliding_window_pattern", "sliding", -1),
     _from_chunks,
@@ -539,18 +576,30 @@ def _alternates_with_mlp(fields: Fields) -> bool:
     return fields.data.get("model_type") == "dory" and isinstance(found, list) and "mlp" in found
 
 
+def _bounded(name: str, entries: int) -> int:
+    if entries > MAX_LAYERS:
+        raise SpecError(name, f"{entries} entries", f"at most {MAX_LAYERS} layers")
+    return entries
+
+
 def _count_layers(fields: Fields) -> int:
     if fields.data.get("model_type") == "longcat_flash" and fields.data.get("num_layers") is not None:
-        return 2 * fields.need("num_layers", high=MAX_LAYERS)  # two attention blocks per layer
+        return 2 * fields.need("num_layers", high=MAX_LAYERS // 2)  # two attention blocks per layer
     for key in ("layers_block_type", "layer_types"):
         found = fields.data.get(key)
         if isinstance(found, list) and found and all(fields.data.get(k) is None for k in LAYERS):
-            return len(found)
+            return _bounded(fields.name(key), len(found))
     if _alternates_with_mlp(fields):
         return fields.need(*LAYERS, high=MAX_LAYERS) // 2
     pattern = fields.data.get("hybrid_override_pattern")
     if isinstance(pattern, str) and pattern:
-        return len(pattern)
+        count = _bounded(fields.name("hybrid_override_pattern"), len(pattern))
+        depth = fields.integer(*LAYERS)
+        if depth is not None and depth != count:  # transformers goes by the pattern and warns, too
+            fields.notes.append(
+                f"num_hidden_layers={depth} is not the length of hybrid_override_pattern: {count} layers taken"
+            )
+        return count
     return fields.need(*LAYERS, high=MAX_LAYERS)
 
 
@@ -717,11 +766,10 @@ class _Base:
 
 
 def _block_config(fields: Fields, index: int) -> Mapping[str, Any]:
-    blocks = fields.data.get("block_configs")
-    if not isinstance(blocks, list):
+    blocks = fields.data.get("block_configs")  # validated by _block_attentions
+    if blocks is None:
         return {}
-    attention = blocks[index].get("attention") or {}
-    group = attention.get("n_heads_in_group")
+    group = blocks[index]["attention"].get("n_heads_in_group")
     if group is None:
         return {}
     group = _integer(fields.name(f"block_configs[{index}].attention.n_heads_in_group"), group, 1, MAX_HEADS)
@@ -782,7 +830,8 @@ def _variants(
 
 def _mla(fields: Fields, index: int) -> tuple[int, int] | None:
     """(latent rank, rotary size) where this layer is multi-head latent attention."""
-    own = Fields({**fields.data, **fields.per_layer.get(index, {})}, fields.path)
+    override = fields.per_layer.get(index)
+    own = Fields({**fields.data, **override} if override else fields.data, fields.path)
     rank = own.integer("kv_lora_rank", low=0)
     if not rank:
         return None
@@ -792,14 +841,18 @@ def _mla(fields: Fields, index: int) -> tuple[int, int] | None:
 def _sink_layers(fields: Fields, facts: Mapping[str, Any], outer: str) -> Callable[[Kind], bool]:
     """Which kinds of layers have learned sinks. Keys exist in few configs; the table knows the architectures."""
     per_kind = {
-        Kind.SLIDING: fields.data.get("add_swa_attention_sink_bias"),
-        Kind.FULL: fields.data.get("add_full_attention_sink_bias"),
+        kind: fields.flag(key) if fields.data.get(key) is not None else None
+        for kind, key in (
+            (Kind.SLIDING, "add_swa_attention_sink_bias"),
+            (Kind.FULL, "add_full_attention_sink_bias"),
+        )
     }
     table = facts.get("sinks")
 
     def has(kind: Kind) -> bool:
-        if per_kind.get(kind) is not None:
-            return bool(per_kind[kind])
+        given = per_kind.get(kind)
+        if given is not None:
+            return given
         if kind in (Kind.LINEAR, Kind.NONE):
             return False
         return table == "all" or table == str(kind)
@@ -847,6 +900,7 @@ def _layers(config: Mapping[str, Any], fields: Fields, outer: str, notes: list[s
     else:
         heads = fields.need(*HEADS, high=MAX_HEADS)
     fields.per_layer = _overrides(fields, count)
+    _block_attentions(fields, count)  # also read where another list gives the kinds
     is_mla = any(_mla(fields, index) for index in (0, *fields.per_layer))
     head_size = 1 if is_mla else _head_size(fields, heads)
     base = _Base(
@@ -944,7 +998,7 @@ def _layers(config: Mapping[str, Any], fields: Fields, outer: str, notes: list[s
             dtype=b.dtype,
             position_bias=bias if keeps else None,
             recurrent_state=state,
-            kv_shared_with=shared.get(index),
+            kv_shared_with=shared.get(index) if keeps else None,
             notes=tuple(own),
         )
 
@@ -967,6 +1021,14 @@ def model_from_config(config: Mapping[str, Any], *, name: str = "", source: str 
     model_type = fields.data.get("model_type") or outer
     if not model_type:
         notes.append("unknown: model_type is not given, so facts of the architecture (sinks) are not known")
+    elif model_type not in known_model_types():
+        notes.append(
+            f"unknown: model_type {model_type[:80]} is not in the table; sinks, position bias and layer pattern taken "
+            "as none"
+        )
+    open_question = model_type_facts().get(model_type, {}).get("unknown")
+    if open_question:
+        notes.append(f"unknown: {open_question}")
     position = fields.integer(
         "max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", high=1 << 40
     )

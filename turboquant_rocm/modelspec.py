@@ -25,7 +25,7 @@ from typing import Any, Final
 import yaml
 
 from .hf_config import MAX_LAYERS, model_from_config, parse_json
-from .spec import AttentionKind, LayerSpec, ModelSpec, SpecError
+from .spec import AttentionKind, LayerSpec, ModelSpec, SpecError, is_number
 
 __all__ = ["bundled_models", "load_model", "model_from_config", "pad_heads", "split"]
 
@@ -63,9 +63,25 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def _parse_yaml(text: str, source: str) -> Any:
+    """Parsed YAML; SpecError names ``source``. Aliases are refused: a few lines of them stand for gigabytes."""
     try:
+        for event in yaml.parse(text, Loader=_Loader):
+            if isinstance(event, yaml.AliasEvent):
+                line = event.start_mark.line + 1
+                raise SpecError(source, f"*{event.anchor} in line {line}", "YAML without aliases")
         return yaml.load(text, Loader=_Loader)  # a safe loader
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except SpecError:
+        raise
+    # the constructors of explicit tags (!!int, !!bool, !!timestamp) raise what their conversion raises
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+        LookupError,
+        AttributeError,
+        TypeError,
+        OverflowError,
+    ) as error:
         detail = " ".join(str(error).split())[:200]
         raise SpecError(source, detail, "valid YAML") from None
 
@@ -92,7 +108,9 @@ def _from_layers(data: Mapping[str, Any], source: str) -> ModelSpec:
         unknown = set(values) - known
         if unknown:
             raise SpecError(
-                f"{where}.{sorted(map(str, unknown))[0]}", "unknown", "count, " + ", ".join(sorted(known))
+                f"{where}.{sorted(map(str, unknown))[0][:120]}",
+                "unknown",
+                "count, " + ", ".join(sorted(known)),
             )
         for name in ("num_heads", "num_kv_heads", "head_size"):
             if name not in values:
@@ -104,8 +122,16 @@ def _from_layers(data: Mapping[str, Any], source: str) -> ModelSpec:
         except (TypeError, ValueError) as error:
             raise SpecError(where, str(error), "fields as in LayerSpec") from None
         layers += [replace(first, index=len(layers) + i) for i in range(count)]
-    name = data.get("name", source)
-    return ModelSpec(name=str(name), layers=tuple(layers), source=str(data.get("source", source)))
+    return ModelSpec(
+        name=_string(data, "name", source), layers=tuple(layers), source=_string(data, "source", source)
+    )
+
+
+def _string(data: Mapping[str, Any], key: str, default: str) -> str:
+    value = data.get(key, default)
+    if not isinstance(value, str):
+        raise SpecError(key, value, "a string (quoted, if YAML reads it as something else)")
+    return value
 
 
 def _from_data(data: Any, name: str, source: str) -> ModelSpec:
@@ -113,7 +139,7 @@ def _from_data(data: Any, name: str, source: str) -> ModelSpec:
         raise SpecError("model", type(data).__name__, "a mapping, as in config.json")
     if isinstance(data.get("config"), Mapping):  # a bundled model: its config, and where that is from
         model = model_from_config(
-            data["config"], name=str(data.get("name", name)), source=str(data.get("source", source))
+            data["config"], name=_string(data, "name", name), source=_string(data, "source", source)
         )
         return replace(model, weight_gib=_weights(data))
     if "layers" in data and not isinstance(data["layers"], int):
@@ -125,7 +151,7 @@ def _weights(data: Mapping[str, Any]) -> float | None:
     value = data.get("weight_gib")
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    if not is_number(value):
         raise SpecError("weight_gib", value, "a number > 0, in GiB")
     return float(value)
 
@@ -148,10 +174,13 @@ def _cached(model_id: str) -> Path | None:
             continue
         main = repo / "refs" / "main"
         if main.is_file():
-            chosen = snapshots / main.read_text(encoding="utf-8").strip() / "config.json"
-            if chosen.is_file():
-                return chosen
-        found = sorted(snapshots.glob("*/config.json"), key=lambda path: path.stat().st_mtime)
+            commit = main.read_bytes()[:256].decode("ascii", "replace").strip()
+            if re.fullmatch(r"[\w.-]{1,128}", commit) and (snapshots / commit / "config.json").is_file():
+                return snapshots / commit / "config.json"
+        found = sorted(
+            (path for path in snapshots.glob("*/config.json") if path.is_file()),
+            key=lambda path: path.stat().st_mtime,
+        )
         if found:
             return found[-1]
     return None
@@ -174,8 +203,8 @@ def load_model(source: str | os.PathLike[str] | Mapping[str, Any]) -> ModelSpec:
         return _from_data(
             _parse_yaml(path.read_text(encoding="utf-8"), name), name, f"configs/models/{name}.yaml"
         )
-    path_given = Path(text).expanduser()
     try:
+        path_given = Path(text).expanduser()
         if path_given.is_dir():
             path_given = path_given / "config.json"
             if not path_given.is_file():
@@ -186,13 +215,20 @@ def load_model(source: str | os.PathLike[str] | Mapping[str, Any]) -> ModelSpec:
         exists = path_given.exists()
     except OSError as error:
         raise SpecError("model", text[:200], f"a usable path ({error.strerror})") from None
+    except RuntimeError as error:  # ~user of whom no home is known
+        raise SpecError("model", text[:200], f"a usable path ({error})") from None
+    if exists and not path_given.is_file():  # a pipe would be waited for, a device never ends
+        raise SpecError("model", text[:200], "a regular file, or a directory with a config.json")
     if exists:
         content = _read(path_given)
         if path_given.suffix.lower() in (".yaml", ".yml"):
             return _from_data(_parse_yaml(content, path_given.name), label, path_given.name)
         return _from_data(parse_json(content, path_given.name), label, path_given.name)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", text):
-        cached = _cached(text)
+        try:
+            cached = _cached(text)
+        except (OSError, RuntimeError) as error:
+            raise SpecError("model", text[:200], f"a readable Hugging Face cache ({error})") from None
         if cached is not None:
             return _from_data(
                 parse_json(_read(cached), text), text, f"config.json of {text} in the local cache"

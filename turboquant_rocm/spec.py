@@ -7,6 +7,8 @@ names the field, what it was and what is allowed.
 
 from __future__ import annotations
 
+import reprlib
+import sys
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Final
@@ -23,6 +25,23 @@ __all__ = [
 ]
 
 
+MAX_HEADS: Final = 65536
+POSITION_BIASES: Final = ("alibi", "relative")
+
+_REPR: Final = reprlib.Repr()
+_REPR.maxlevel = 3
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 120
+
+
+def bounded_repr(value: object, limit: int = 240) -> str:
+    """``repr`` of a value from a file, which may be of any size: cut to ``limit`` characters, never an error."""
+    try:
+        text = _REPR.repr(value)
+    except Exception:  # repr of an integer of too many digits, say
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
 class SpecError(ValueError):
     """A field of a specification is wrong. ``field`` names it, ``got`` is its value, ``wants`` what is allowed."""
 
@@ -30,7 +49,7 @@ class SpecError(ValueError):
         self.field = field
         self.got = got
         self.wants = wants
-        super().__init__(f"{field}={got!r} (wants {wants})")
+        super().__init__(f"{field}={bounded_repr(got)} (wants {wants})")
 
 
 def _int(field: str, value: object, low: int, high: int | None = None) -> int:
@@ -41,6 +60,18 @@ def _int(field: str, value: object, low: int, high: int | None = None) -> int:
     if value < low or (high is not None and value > high):
         raise SpecError(field, value, wants)
     return value
+
+
+def is_number(value: object) -> bool:
+    """True for an integer or float that is finite and > 0, and fits a float. bool is not a number here."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+
+
+def _member(field: str, kind: type[Enum], value: object) -> object:
+    try:
+        return kind(value)
+    except ValueError:
+        raise SpecError(field, value, "one of " + ", ".join(str(member) for member in kind)) from None
 
 
 class AttentionKind(str, Enum):
@@ -159,11 +190,11 @@ class LayerSpec:
     position_bias: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kind", AttentionKind(self.kind))
-        object.__setattr__(self, "dtype", Dtype(self.dtype))
+        object.__setattr__(self, "kind", _member("kind", AttentionKind, self.kind))
+        object.__setattr__(self, "dtype", _member("dtype", Dtype, self.dtype))
         _int("index", self.index, 0)
-        _int("num_heads", self.num_heads, 1)
-        _int("num_kv_heads", self.num_kv_heads, 1)
+        _int("num_heads", self.num_heads, 1, MAX_HEADS)
+        _int("num_kv_heads", self.num_kv_heads, 1, MAX_HEADS)
         _int("head_size", self.head_size, 1, 4096)
         if self.value_head_size is None:
             object.__setattr__(self, "value_head_size", self.head_size)
@@ -171,17 +202,29 @@ class LayerSpec:
         if self.num_heads % self.num_kv_heads:
             raise SpecError("num_heads", self.num_heads, f"a multiple of num_kv_heads={self.num_kv_heads}")
         if self.window is not None:
-            _int("window", self.window, 1)
+            _int("window", self.window, 1, 1 << 40)
         if self.kind is AttentionKind.SLIDING and self.window is None:
             raise SpecError("window", None, "an integer >= 1 for a sliding layer")
         if self.chunk is not None:
-            _int("chunk", self.chunk, 1)
+            _int("chunk", self.chunk, 1, 1 << 40)
         if self.kind is AttentionKind.CHUNKED and self.chunk is None:
             raise SpecError("chunk", None, "an integer >= 1 for a chunked layer")
-        if self.soft_cap is not None and not self.soft_cap > 0:
+        if self.soft_cap is not None and not is_number(self.soft_cap):
             raise SpecError("soft_cap", self.soft_cap, "a number > 0, or none")
-        if self.scale is not None and not self.scale > 0:
+        if self.scale is not None and not is_number(self.scale):
             raise SpecError("scale", self.scale, "a number > 0, or none for 1/sqrt(head_size)")
+        for name, value in (("sinks", self.sinks), ("recurrent_state", self.recurrent_state)):
+            if not isinstance(value, bool):
+                raise SpecError(name, value, "true or false")
+        if self.position_bias is not None and self.position_bias not in POSITION_BIASES:
+            raise SpecError("position_bias", self.position_bias, "alibi, relative or none")
+        if self.kv_shared_with is not None:
+            _int("kv_shared_with", self.kv_shared_with, 0)  # ModelSpec knows which layers there are
+
+    @property
+    def keeps_cache(self) -> bool:
+        """True if the layer reads keys and values that were kept per token."""
+        return self.kind not in (AttentionKind.LINEAR, AttentionKind.NONE)
 
     @property
     def gqa_ratio(self) -> int:
@@ -227,6 +270,28 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if not self.layers:
             raise SpecError("layers", 0, "at least one layer")
+        by_index = {layer.index: layer for layer in self.layers}
+        for layer in self.layers:
+            if layer.kv_shared_with is not None and layer.keeps_cache:
+                self._check_owner(layer, by_index.get(layer.kv_shared_with))
+
+    @staticmethod
+    def _check_owner(layer: LayerSpec, owner: LayerSpec | None) -> None:
+        """SpecError unless ``layer`` can read the cache of ``owner``, its own or one that it shares in turn."""
+        where = f"layer {layer.index}: kv_shared_with"
+        if owner is None or owner.index >= layer.index or not owner.keeps_cache:
+            raise SpecError(where, layer.kv_shared_with, "the index of an earlier layer that keeps a cache")
+        if (owner.num_kv_heads, owner.head_size, owner.value_size) != (
+            layer.num_kv_heads,
+            layer.head_size,
+            layer.value_size,
+        ):
+            raise SpecError(
+                where,
+                layer.kv_shared_with,
+                f"a layer with the same KV heads and head sizes ({layer.num_kv_heads} of {layer.head_size} and "
+                f"{layer.value_size}, not {owner.num_kv_heads} of {owner.head_size} and {owner.value_size})",
+            )
 
     @property
     def hybrid(self) -> bool:
