@@ -541,11 +541,11 @@ def test_layers_spelled_out(tmp_path: Path):
         ("layers: [{count: 0, num_heads: 8, num_kv_heads: 2, head_size: 64}]", "layers[0].count"),
         ("layers: [{count: 999999999, num_heads: 8, num_kv_heads: 2, head_size: 64}]", "layers[0].count"),
         ("layers: [{heads: 8, num_heads: 8, num_kv_heads: 2, head_size: 64}]", "layers[0].heads"),
-        ("layers: [{num_heads: 8, num_kv_heads: 2, head_size: 64, kind: odd}]", "layers[0]"),
+        ("layers: [{num_heads: 8, num_kv_heads: 2, head_size: 64, kind: odd}]", "layers[0].kind"),
         ("a: [", "mine.yaml"),
         ("- 1", "model"),
         ("!!python/object/apply:os.system ['true']", "mine.yaml"),
-        ("&a [*a]", "model"),
+        ("&a [*a]", "mine.yaml"),
     ],
 )
 def test_wrong_yaml_names_its_place(tmp_path: Path, text: str, field: str):
@@ -662,3 +662,262 @@ def test_padding_keeps_the_scale():
     assert pad_heads(load_model("qwen3-32b"), 64) == load_model("qwen3-32b")
     with pytest.raises(SpecError, match="pad_heads"):
         pad_heads(model, 0)
+
+
+# ---- what a hostile or careless description does not get away with -----------------------------------------
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10)
+)
+
+
+@pytest.mark.parametrize("tail", ["layers: *a9\n", "num_hidden_layers: *a9\n", "name: *a9\n"])
+def test_yaml_aliases_are_refused(tmp_path: Path, tail: str):
+    file = tmp_path / "bomb.yaml"
+    file.write_text(BOMB + tail)
+    with pytest.raises(SpecError, match=r"a0 in line 2.*without aliases") as caught:
+        load_model(file)
+    assert caught.value.field == "bomb.yaml"
+
+
+@pytest.mark.parametrize("text", ["!!int ''", "!!bool x", "!!timestamp x", "!!float 1:" + "1:" * 400 + "1"])
+def test_tags_that_do_not_convert(tmp_path: Path, text: str):
+    file = tmp_path / "tag.yaml"
+    file.write_text(text)
+    with pytest.raises(SpecError):
+        load_model(file)
+
+
+def test_errors_stay_short():
+    for value in (
+        "x" * 10**6,
+        list(range(10**5)),
+        dict.fromkeys(range(999), "y" * 999),
+        10**5000,
+        [[["z" * 999] * 9] * 9],
+    ):
+        assert len(str(SpecError("field", value, "less"))) < 300
+
+
+SMALL = "num_heads: 8, num_kv_heads: 8, head_size: 128"
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        (f"name: 2020-01-01\nlayers: [{{{SMALL}}}]", "name"),
+        (f"source: [1]\nlayers: [{{{SMALL}}}]", "source"),
+        ("name: 5\nconfig: {model_type: llama}", "name"),
+        *(
+            (f"layers: [{{{SMALL}, {key}: {value}}}]", f"layers[0].{key}")
+            for key, value in (
+                ("kv_shared_with", "-1"),
+                ("kv_shared_with", "x"),
+                ("kv_shared_with", "true"),
+                ("sinks", "'no'"),
+                ("sinks", "1"),
+                ("recurrent_state", "'no'"),
+                ("position_bias", "[1]"),
+                ("position_bias", "rotary"),
+                ("soft_cap", ".inf"),
+                ("soft_cap", "true"),
+                ("soft_cap", "9" * 400),
+                ("scale", ".nan"),
+                ("scale", "x"),
+                ("window", "9" * 400),
+                ("dtype", "[bf16]"),
+            )
+        ),
+        ("layers: [{num_heads: 65537, num_kv_heads: 1, head_size: 128}]", "layers[0].num_heads"),
+        (f"layers: [{{count: 2, {SMALL}, kv_shared_with: 99}}]", "layer 0: kv_shared_with"),
+        (f"layers: [{{count: 2, {SMALL}}}, {{{SMALL}, kv_shared_with: 2}}]", "layer 2: kv_shared_with"),
+        (
+            f"layers: [{{{SMALL}}}, {{num_heads: 8, num_kv_heads: 2, head_size: 128, kv_shared_with: 0}}]",
+            "layer 1: kv_shared_with",
+        ),
+        (
+            f"layers: [{{{SMALL}}}, {{num_heads: 8, num_kv_heads: 8, head_size: 64, kv_shared_with: 0}}]",
+            "layer 1: kv_shared_with",
+        ),
+        (f"layers: [{{{SMALL}, kind: linear}}, {{{SMALL}, kv_shared_with: 0}}]", "layer 1: kv_shared_with"),
+    ],
+)
+def test_layers_that_cannot_be(tmp_path: Path, text: str, field: str):
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(SpecError) as caught:
+        load_model(file)
+    assert caught.value.field == field
+
+
+def test_sharing_may_chain(tmp_path: Path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"layers: [{{{SMALL}}}, {{{SMALL}, kv_shared_with: 0}}, {{{SMALL}, kv_shared_with: 1}}]")
+    assert [layer.kv_shared_with for layer in split(load_model(file), 2).layers] == [None, 0, 1]
+
+
+FULL6 = ["full_attention"] * 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"layer_types": FULL6, "block_configs": [{}]}, "block_configs"),
+        ({"layer_types": FULL6, "block_configs": [1] * 6}, "block_configs[0]"),
+        ({"layer_types": FULL6, "block_configs": [{"attention": [1]}] * 6}, "block_configs[0]"),
+        ({"layer_types": FULL6, "block_configs": "x"}, "block_configs"),
+        ({"attn_logit_softcapping": 10**400}, "attn_logit_softcapping"),
+        ({"model_type": "granite", "attention_multiplier": 10**400}, "attention_multiplier"),
+        ({"hybrid_override_pattern": "M" * 100_000}, "hybrid_override_pattern"),
+        ({"num_hidden_layers": None, "layer_types": ["full_attention"] * 60_000}, "layer_types"),
+        ({"num_hidden_layers": 5, "layer_types": FULL6}, "layer_types"),
+        ({"attention_types": [[["global"] * 4096, 4096]]}, "attention_types"),
+        ({"model_type": "longcat_flash", "num_layers": 4096}, "num_layers"),
+        ({"add_full_attention_sink_bias": "no"}, "add_full_attention_sink_bias"),
+    ],
+)
+def test_values_that_used_to_pass_or_crash(changes: dict[str, object], field: str):
+    with pytest.raises(SpecError) as caught:
+        read(**changes)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("weight", [10**400, float("nan"), float("inf"), True])
+def test_weights_are_numbers(weight: object):
+    with pytest.raises(SpecError, match="weight_gib"):
+        load_model({"config": BASE, "weight_gib": weight})
+
+
+def test_a_pattern_of_another_length_is_said():
+    model = read(hybrid_override_pattern="M-M*", num_hidden_layers=8)
+    assert len(model.layers) == 4
+    assert any("num_hidden_layers=8 is not the length" in w for w in model.warnings)
+
+
+def test_paths_that_are_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    os.mkfifo(tmp_path / "pipe.json")
+    for path in (tmp_path / "pipe.json", "/dev/null", "~no-such-user-here/x", "a/" + "b" * 4000):
+        with pytest.raises(SpecError, match="model="):
+            load_model(path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--some--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(BASE))
+    refs = snapshot.parent.parent / "refs"
+    refs.mkdir()
+    for content in (b"\xff\xfe", b"../../elsewhere", b"a\0b", b"x" * 9999):
+        (refs / "main").write_bytes(content)
+        assert len(load_model("some/model").layers) == 6
+    with pytest.raises(SpecError, match="model="):
+        load_model("a/" + "b" * 250)
+
+
+# ---- what the keys of the encoder do not decide -------------------------------------------------------------
+
+ENCODERS = {"is_encoder_decoder": True, "d_model": 1024}
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "heads"),
+    [
+        (
+            {
+                "model_type": "whisper",
+                "num_hidden_layers": 32,
+                "encoder_layers": 32,
+                "decoder_layers": 4,
+                "encoder_attention_heads": 16,
+                "decoder_attention_heads": 8,
+            },
+            4,
+            8,
+        ),
+        (
+            {
+                "model_type": "bart",
+                "num_hidden_layers": 12,
+                "decoder_layers": 6,
+                "num_attention_heads": 16,
+                "decoder_attention_heads": 4,
+            },
+            6,
+            4,
+        ),
+        (
+            {
+                "model_type": "t5",
+                "num_hidden_layers": 24,
+                "num_layers": 24,
+                "num_decoder_layers": 3,
+                "num_heads": 8,
+                "d_kv": 64,
+            },
+            3,
+            8,
+        ),
+        (
+            {
+                "model_type": "t5gemma",
+                "num_hidden_layers": 9,
+                "num_attention_heads": 4,
+                "decoder": {**BASE, "num_hidden_layers": 2},
+            },
+            2,
+            8,
+        ),
+    ],
+)
+def test_the_decoder_of_an_encoder_decoder(config: dict[str, object], layers: int, heads: int):
+    model = model_from_config({**ENCODERS, **config})
+    assert (len(model.layers), model.layers[0].num_heads) == (layers, heads)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen2_5_vl_text"])
+@pytest.mark.parametrize("more", [{}, {"max_window_layers": 2}])
+def test_qwen_windows_are_off_unless_asked_for(model_type: str, more: dict[str, object]):
+    model = read(model_type=model_type, sliding_window=131072, **more)
+    assert kinds(model) == [F] * 6
+    assert any("default of this model type" in w for w in model.warnings)
+    assert not any(w.startswith("unknown") for w in model.warnings)
+    assert S in kinds(read(model_type=model_type, sliding_window=64, use_sliding_window=True, **more))
+
+
+def test_other_types_with_max_window_layers_are_unknown():
+    model = read(sliding_window=64, max_window_layers=2)
+    assert kinds(model) == [F] * 2 + [S] * 4
+    assert any(w.startswith("unknown: use_sliding_window") for w in model.warnings)
+    dots = read(model_type="dots1", sliding_window=64, max_window_layers=2)
+    assert kinds(dots) == [F] * 2 + [S] * 4
+    assert not any(w.startswith("unknown") for w in dots.warnings)
+
+
+def test_types_that_are_not_known_say_so():
+    assert any(
+        w.startswith("unknown: model_type brandnew is not in the table")
+        for w in read(model_type="brandnew").warnings
+    )
+    assert len(read(model_type="x" * 10**5).warnings[0]) < 250
+    for known in (
+        "llama",
+        "qwen2",
+        "gemma",
+        "phi",
+        "gptj",
+        "cohere",
+        "granite",
+        "glm4",
+        "deepseek_v3",
+        "jamba",
+    ):
+        assert not any("not in the table" in w for w in read(model_type=known).warnings)
+    assert any("ALiBi" in w for w in read(model_type="baichuan").warnings)
+    small = read(model_type="phi3small")
+    assert kinds(small) == [P, F] * 3
+    assert any(w.startswith("unknown: the block-sparse pattern") for w in small.warnings)
+    assert kinds(read(model_type="phi3small", dense_attention_every_n_layers=3)) == [P, P, F] * 2
+
+
+def test_the_list_of_plain_types():
+    data = load_yaml("model_types.yaml")
+    assert len(set(data["plain"])) == len(data["plain"])
+    assert not set(data["plain"]) & set(data["types"])
