@@ -67,8 +67,8 @@ def _parse_yaml(text: str, source: str) -> Any:
     try:
         for event in yaml.parse(text, Loader=_Loader):
             if isinstance(event, yaml.AliasEvent):
-                line = event.start_mark.line + 1
-                raise SpecError(source, f"*{event.anchor} in line {line}", "YAML without aliases")
+                mark: Any = event.start_mark
+                raise SpecError(source, f"*{event.anchor} in line {mark.line + 1}", "YAML without aliases")
         return yaml.load(text, Loader=_Loader)  # a safe loader
     except SpecError:
         raise
