@@ -12,8 +12,8 @@ import os
 
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 
-from tests.decode_checks import LAYOUTS, PRESETS, Case, Config, check  # noqa: E402
-from turboquant_rocm.target import detect  # noqa: E402
+from tests.decode_checks import LAYOUTS, PRESETS, Case, Config, check
+from turboquant_rocm.target import detect
 
 
 def main() -> None:

@@ -74,7 +74,8 @@ def read_ceiling() -> float:
         programs = x.numel() // (block * iterations)
         out = torch.empty(programs, dtype=torch.int32, device=DEVICE)
         time, _ = graph_time_us(
-            [lambda: _read_kernel[(programs,)](x, out, x.numel(), block, iterations, num_warps=warps)], 5  # noqa: B023
+            [lambda: _read_kernel[(programs,)](x, out, x.numel(), block, iterations, num_warps=warps)],  # noqa: B023
+            5,
         )
         best = max(best, x.numel() * 4 / time * 1e6)
     return best
@@ -172,8 +173,16 @@ def bf16_paged(batch: int, context: int, hq: int, hk: int, d: int, bs: int, sms:
             best = min(best, (time, f"tile {tile}, {warps} warps, {stages} stages, {splits} splits"))
     check = torch.nn.functional.scaled_dot_product_attention(
         q[0, :, None].float(),
-        k[copies - 1][table[0].long()].reshape(context, hk, d).float().repeat_interleave(g, 1).transpose(0, 1),
-        v[copies - 1][table[0].long()].reshape(context, hk, d).float().repeat_interleave(g, 1).transpose(0, 1),
+        k[copies - 1][table[0].long()]
+        .reshape(context, hk, d)
+        .float()
+        .repeat_interleave(g, 1)
+        .transpose(0, 1),
+        v[copies - 1][table[0].long()]
+        .reshape(context, hk, d)
+        .float()
+        .repeat_interleave(g, 1)
+        .transpose(0, 1),
     )[:, 0]
     error = float((out[0].float() - check).norm() / check.norm())
     assert error < 1e-2, f"the bf16 baseline is wrong: {error}"
@@ -212,7 +221,16 @@ def packed(
     for b in {0, batch - 1}:
         want = torch.empty(1, hq, d, dtype=torch.float64, device=DEVICE)
         oracle.decode(
-            query[b : b + 1], caches[0].data, table[b : b + 1], lens[b : b + 1], None, 1, d**-0.5, None, want, None
+            query[b : b + 1],
+            caches[0].data,
+            table[b : b + 1],
+            lens[b : b + 1],
+            None,
+            1,
+            d**-0.5,
+            None,
+            want,
+            None,
         )
         error = max(error, float((out[b : b + 1].double() - want).norm() / want.norm()))
     assert error < 5e-3, f"{preset} {layout}: wrong by {error}"
@@ -223,14 +241,20 @@ def packed(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default=",".join(f"{b}x{c}" for b, c in SHAPES), help="batch x context, ...")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shapes", default=",".join(f"{b}x{c}" for b, c in SHAPES), help="batch x context, ..."
+    )
     parser.add_argument("--presets", default=",".join(PRESETS))
     parser.add_argument("--layouts", default="soa,aos")
     parser.add_argument("--heads", default="64/8")
     parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--tuning", default="{}", help="JSON: values that replace those of configs/tuned, or a list")
+    parser.add_argument(
+        "--tuning", default="{}", help="JSON: values that replace those of configs/tuned, or a list"
+    )
     parser.add_argument("--no-baseline", action="store_true")
     parser.add_argument("--markdown", type=Path, help="write the table to this file")
     args = parser.parse_args()
@@ -271,7 +295,10 @@ def main() -> None:
                     lines.append(row)
                     print(" | ".join(row), flush=True)
     if args.markdown:
-        table = ["| shape | cache | layout | us | of ceiling | bf16 / this | how |", "|---|---|---|---|---|---|---|"]
+        table = [
+            "| shape | cache | layout | us | of ceiling | bf16 / this | how |",
+            "|---|---|---|---|---|---|---|",
+        ]
         table += ["| " + " | ".join(row) + " |" for row in lines]
         text = f"# Decode speed\n\n{head}. {args.heads} heads, D = {args.head_size}, block {args.block_size}.\n\n"
         notes = __doc__.split("How it measures. ")[1]

@@ -30,13 +30,15 @@ __all__ = [
     "make_layout",
 ]
 
+_MAX_BYTES = 1 << 40  # far beyond any page; larger numbers are mistakes
+
 _LAYOUTS: dict[str, ModuleType] = {aos.NAME: aos, soa.NAME: soa}
 
 LAYOUT_NAMES = tuple(_LAYOUTS)
 """Names of the layouts there are."""
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096, typed=True)
 def make_layout(
     name: str,
     preset: str | Preset,
@@ -56,11 +58,19 @@ def make_layout(
     """
     if name not in _LAYOUTS:
         raise SpecError("layout", name, "one of " + ", ".join(LAYOUT_NAMES))
-    for argument, value in (("num_kv_heads", num_kv_heads), ("block_size", block_size)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise SpecError(argument, value, "an integer >= 1")
-    preset = get_preset(preset)
     value_head_size = head_size if value_head_size is None else value_head_size
+    integers = {
+        "num_kv_heads": num_kv_heads,
+        "block_size": block_size,
+        "head_size": head_size,
+        "value_head_size": value_head_size,
+        "slot_stride": 2 if slot_stride is None else slot_stride,
+        "block_stride": 2 if block_stride is None else block_stride,
+    }
+    for argument, value in integers.items():
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MAX_BYTES:
+            raise SpecError(argument, value, f"an integer from 1 to {_MAX_BYTES}")
+    preset = get_preset(preset)
     slot = Slot.of(preset, head_size, value_head_size)
     module = _LAYOUTS[name]
 

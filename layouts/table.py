@@ -61,6 +61,7 @@ class CacheTag:
     block_stride: int
     fp8_format: str | None
     norm_meaning: str
+    norm_correction: bool
 
     def require(self, expected: CacheTag) -> None:
         """TagError, naming every field that differs, unless this tag equals ``expected``."""
@@ -138,6 +139,7 @@ class Layout:
             block_stride=self.block_stride,
             fp8_format=FP8_FORMAT if self.preset.fp8_keys else None,
             norm_meaning=str(self.norm_meaning),
+            norm_correction=self.preset.norm_correction,
         )
 
     @property

@@ -12,14 +12,22 @@ __all__ = ["allocate", "check_cache", "field_view", "read_fp16", "write_fp16"]
 
 def allocate(layout: Layout, num_blocks: int, device: torch.device | str, fill: int = 0) -> torch.Tensor:
     """A cache tensor [nb, bs, Hk, slot_stride] uint8 with the strides of ``layout``, filled with ``fill``."""
-    if not isinstance(num_blocks, int) or num_blocks < 1:
+    if not isinstance(num_blocks, int) or isinstance(num_blocks, bool) or num_blocks < 1:
         raise SpecError("num_blocks", num_blocks, "an integer >= 1")
+    if not isinstance(fill, int) or isinstance(fill, bool) or not 0 <= fill <= 255:
+        raise SpecError("fill", fill, "a byte, 0 to 255")
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise SpecError("device", device, f"a torch device ({error})") from None
     flat = torch.full((num_blocks * layout.block_stride,), fill, dtype=torch.uint8, device=device)
     return flat.as_strided((num_blocks, *layout.shape), layout.strides)
 
 
 def check_cache(cache: torch.Tensor, layout: Layout) -> None:
     """SpecError unless ``cache`` is a uint8 tensor of the shape and strides of ``layout``."""
+    if not isinstance(cache, torch.Tensor):
+        raise SpecError("cache", type(cache).__name__, "a uint8 tensor")
     want = f"uint8 [num_blocks, {', '.join(map(str, layout.shape))}] with byte strides {layout.strides}"
     if cache.dtype != torch.uint8 or cache.dim() != 4 or tuple(cache.shape[1:]) != layout.shape:
         raise SpecError("cache", f"{cache.dtype} {tuple(cache.shape)}", want)

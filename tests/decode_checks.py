@@ -47,7 +47,9 @@ class Config:
 
     def __str__(self) -> str:
         flags = "".join(
-            f"-{n}" for n in ("window", "sinks", "soft_cap", "padding") if getattr(self, n) not in (False, None, 0)
+            f"-{n}"
+            for n in ("window", "sinks", "soft_cap", "padding")
+            if getattr(self, n) not in (False, None, 0)
         )
         return (
             f"{self.preset}-{self.layout}-D{self.head_size}-{self.heads}x{self.group}-bs{self.block_size}"
@@ -71,7 +73,9 @@ class Case:
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
 
 
-def bound_layers(config: Config, case: Case, target: Target | None, **options: Any) -> tuple[Any, ReferenceOps]:
+def bound_layers(
+    config: Config, case: Case, target: Target | None, **options: Any
+) -> tuple[Any, ReferenceOps]:
     """The Triton layer (its route asserted) and the fp64 oracle over the same layout."""
     layer = layer_spec(
         config.head_size, config.heads, config.group, config.dtype,
@@ -162,7 +166,9 @@ def set_up(config: Config, case: Case, device: str, target: Target | None = None
     query = gaussian((rows, config.heads * config.group, config.head_size), g, dtype).to(device)
     starts = None
     if case.queries is not None:
-        starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32, device=device)
+        starts = torch.tensor(
+            [0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32, device=device
+        )
     sinks = None
     if config.sinks:
         sinks = torch.randn(config.heads * config.group, generator=g).to(device)
@@ -226,7 +232,9 @@ def compare(setup: Setup, config: Config, case: Case, out: torch.Tensor, lse: to
         if not bool(some.any()):
             continue
         got, want, want_lse = out[here][some].double(), want[some], want_lse[some]
-        plain = plain_attention(query, key, value, visible, scale, setup.sinks, config.soft_cap)[some].double()
+        plain = plain_attention(query, key, value, visible, scale, setup.sinks, config.soft_cap)[
+            some
+        ].double()
         size = want.norm(dim=-1)
         error = (got - want).norm(dim=-1)
         allowed = 2 * torch.maximum((plain - want).norm(dim=-1), ROUNDING[config.dtype] * size)

@@ -62,7 +62,9 @@ def twins_kernel(
 
 def words(device: str) -> torch.Tensor:
     """Every code in every position, every byte in every position, then random words."""
-    every = [(c << (4 * p)) for c in range(16) for p in range(8)] + [(b << (8 * p)) for b in range(256) for p in (0, 3)]
+    every = [(c << (4 * p)) for c in range(16) for p in range(8)] + [
+        (b << (8 * p)) for b in range(256) for p in (0, 3)
+    ]
     g = torch.Generator().manual_seed(0)
     rest = torch.randint(0, 1 << 32, (WORDS - len(every),), generator=g).tolist()
     return torch.tensor(every + rest, dtype=torch.int64).to(torch.int32).to(device)

@@ -12,6 +12,7 @@ checks are made. Letters of the shapes: docs/design.md.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple, get_args
@@ -20,6 +21,7 @@ import torch
 
 from .backends import LayerOps, get_backend
 from .dispatch import Decision
+from .eligibility import Code, Request, refusals
 from .layouts import CacheTag, Layout, make_layout
 from .layouts.views import allocate, check_cache
 from .spec import SpecError
@@ -86,6 +88,27 @@ def _expect(
         raise SpecError(name, tensor.device, f"the device of the cache, {device}")
 
 
+def _writable(name: str, tensor: torch.Tensor) -> None:
+    """SpecError unless results can be written into ``tensor`` in place."""
+    if tensor.numel() and (0 in tensor.stride() and max(tensor.shape) > 1):
+        raise SpecError(name, f"strides {tensor.stride()}", "memory of its own for every element")
+    if tensor.requires_grad:
+        raise SpecError(name, "requires_grad", "a tensor that autograd does not track")
+
+
+def _number(name: str, value: object, positive: bool = True) -> None:
+    """SpecError unless ``value`` is a finite Python number (> 0)."""
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or (positive and not value > 0):  # type: ignore[operator]
+        raise SpecError(name, value, "a finite number > 0" if positive else "a finite number")
+
+
+def _whole(name: str, value: object, low: int, high: int) -> None:
+    """SpecError unless ``value`` is a Python integer from ``low`` to ``high``."""
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise SpecError(name, value, f"an integer from {low} to {high}")
+
+
 class BoundLayer:
     """One layer with its backend, layout and checks fixed. Made by :func:`bind`."""
 
@@ -114,12 +137,16 @@ class BoundLayer:
         data: uint8 of the layout's shape and strides. tag: what the bytes mean, default: this layer's own tag,
         which is right for memory that only this layer writes. SpecError or TagError if they do not fit.
         """
+        tag = self.tag if tag is None else tag
+        if not isinstance(tag, CacheTag):
+            raise SpecError("tag", type(tag).__name__, "a CacheTag")
+        tag.require(self.tag)
         check_cache(data, self.layout)
-        (tag or self.tag).require(self.tag)
-        return PagedCache(data, tag or self.tag)
+        return PagedCache(data, tag)
 
     # ---- store ------------------------------------------------------------------------------------------
 
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def store(
         self,
         key: torch.Tensor,  # [T, Hk, D] fp16/bf16
@@ -157,6 +184,7 @@ class BoundLayer:
                 raise SpecError(name, f"strides {tensor.stride()}", "a contiguous last dimension")
         if nonfinite is not None:
             _expect("nonfinite", nonfinite, (2,), (torch.int32,), device, "[2]")
+            _writable("nonfinite", nonfinite)
         if self.checks == "full" and tokens:
             slots = slot_mapping[slot_mapping >= 0]
             limit = cache.num_blocks * self.layout.block_size
@@ -167,6 +195,7 @@ class BoundLayer:
 
     # ---- decode -----------------------------------------------------------------------------------------
 
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def decode(
         self,
         query: torch.Tensor,  # [N, Hq, D] fp16/bf16
@@ -252,21 +281,24 @@ class BoundLayer:
                 raise SpecError("query", tuple(query.shape), f"N == B == {batch} without query_start_loc")
         else:
             _expect("query_start_loc", query_start_loc, (batch + 1,), (torch.int32,), device, "[B + 1]")
-        if max_query_len is not None and not 1 <= max_query_len <= _MAX_QUERY_LEN:
-            raise SpecError("max_query_len", max_query_len, f"1 to {_MAX_QUERY_LEN}")
-        if scale is not None and not (scale > 0 and scale < float("inf")):
-            raise SpecError("scale", scale, "a finite number > 0")
+        if max_query_len is not None:
+            _whole("max_query_len", max_query_len, 1, _MAX_QUERY_LEN)
+        if scale is not None:
+            _number("scale", scale)
         if layer.sinks and sinks is None:
             raise SpecError("sinks", None, "a tensor [Hq]: this layer was bound with sinks")
         if sinks is not None:
             if not layer.sinks:
-                raise SpecError("sinks", tuple(sinks.shape), "none: this layer was bound without sinks")
+                got = tuple(sinks.shape) if isinstance(sinks, torch.Tensor) else sinks
+                raise SpecError("sinks", got, "none: this layer was bound without sinks")
             _expect("sinks", sinks, (layer.num_heads,), (torch.float32,), device, "[Hq]")
         if out is not None:
             shape = (rows, layer.num_heads, layer.value_size)
             _expect("out", out, shape, (*_RAW_DTYPES, torch.float64), device, "[N, Hq, Dv]")
+            _writable("out", out)
         if lse is not None:
             _expect("lse", lse, (rows, layer.num_heads), (torch.float32, torch.float64), device, "[N, Hq]")
+            _writable("lse", lse)
         if self.checks == "full" and query_start_loc is not None:
             loc = query_start_loc.tolist()
             longest = max((b - a for a, b in pairwise(loc)), default=0)
@@ -277,6 +309,7 @@ class BoundLayer:
 
     # ---- dequantise -------------------------------------------------------------------------------------
 
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def dequantize(
         self,
         cache: PagedCache,
@@ -306,6 +339,10 @@ class BoundLayer:
         torch.cumsum((seq_lens - starts).clamp(min=0), 0, out=cu_lens[1:])
         if total is None:
             total = int(cu_lens[-1])
+        elif self.checks != "off":
+            _whole("total", total, 0, 1 << 40)
+            if self.checks == "full" and total != int(cu_lens[-1]):
+                raise SpecError("total", total, f"{int(cu_lens[-1])}, the sum of seq_lens - starts")
         dtype = (
             dtype or {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.layer.dtype]
         )
@@ -358,7 +395,17 @@ def bind(
     """
     if checks not in get_args(Checks):
         raise SpecError("checks", checks, "one of " + ", ".join(get_args(Checks)))
+    if not isinstance(decision, Decision):
+        raise SpecError("decision", type(decision).__name__, "a Decision, from decide()")
     layer = decision.layer
+    backend = get_backend(decision.backend)
+    if backend.layout not in ("any", decision.layout):
+        raise SpecError("decision layout", decision.layout, f"{backend.layout}, which {backend.name} reads")
+    # What a kernel can compute must hold wherever it runs; where it runs was checked by decide().
+    request = Request(layer, decision.target, decision.preset, decision.block_size)
+    wrong = [r for r in backend.requires if r.code not in (Code.ARCH, Code.PACKAGE)]
+    if why := refusals(wrong, request):
+        raise SpecError("decision", backend.name, "an eligible backend: " + ", ".join(map(str, why)))
     layout = make_layout(
         decision.layout,
         decision.preset,
@@ -369,5 +416,5 @@ def bind(
         slot_stride=slot_stride,
         block_stride=block_stride,
     )
-    ops = get_backend(decision.backend).load_ops()(decision, layout, **options)
+    ops = backend.load_ops()(decision, layout, **options)
     return BoundLayer(decision, layout, ops, checks)

@@ -92,7 +92,9 @@ class Question:
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise SpecError(name, value, f"an integer from {low} to {high}")
         if self.block_size % BLOCK_STEP:
-            raise SpecError("block_size", self.block_size, f"a multiple of {BLOCK_STEP}, as serving engines have it")
+            raise SpecError(
+                "block_size", self.block_size, f"a multiple of {BLOCK_STEP}, as serving engines have it"
+            )
         if self.protect is not None and not (isinstance(self.protect, int) and 0 <= self.protect <= 10_000):
             raise SpecError("protect", self.protect, "an integer >= 0")
         kinds = {str(kind) for kind in AttentionKind}

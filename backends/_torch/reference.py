@@ -161,9 +161,16 @@ class ReferenceOps:
         codes = ((v - low[..., None]) / scale[..., None] + 0.5).floor().clamp(0, levels)
         return {
             "value_data": pack(codes.to(torch.int64), self.preset.value_bits),
-            "value_scale": write_fp16(scale.clamp(max=FP16_MAX)),
+            "value_scale": write_fp16(self._stored_scale(scale, low, levels)),
             "value_zero": write_fp16(low),
         }
+
+    @staticmethod
+    def _stored_scale(scale: torch.Tensor, low: torch.Tensor, levels: int) -> torch.Tensor:
+        """fp16 scale, one ulp less where its rounding would carry the largest code past 65504, inf to fp16 readers."""
+        half = scale.clamp(max=FP16_MAX).half()
+        top = low.half().float() + levels * half.float()
+        return torch.where(top > FP16_MAX, (half.view(torch.int16) - 1).view(torch.float16), half)
 
     # ---- read -------------------------------------------------------------------------------------------
 

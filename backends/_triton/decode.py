@@ -140,7 +140,9 @@ def _load_words(
         for chunk in tl.static_range(UNITS // VEC):
             first = (chunk * LANES + lane) * VEC
             if VEC == 1:
-                at = tl.max_contiguous(words_ptr + (start + first), (1, 1, 1))  # a word per lane, whoever is next
+                at = tl.max_contiguous(
+                    words_ptr + (start + first), (1, 1, 1)
+                )  # a word per lane, whoever is next
                 if (chunk + 1) * LANES > WORDS:
                     out = out + (tl.load(at, first < WORDS, 0),)
                 else:
@@ -310,8 +312,14 @@ def _value_operand(
     h0, h1 = halves(p[7])
     if RUNS == 2:
         x = _stack8(
-            tl.join(a0, a1), tl.join(b0, b1), tl.join(c0, c1), tl.join(d0, d1),
-            tl.join(e0, e1), tl.join(f0, f1), tl.join(g0, g1), tl.join(h0, h1),
+            tl.join(a0, a1),
+            tl.join(b0, b1),
+            tl.join(c0, c1),
+            tl.join(d0, d1),
+            tl.join(e0, e1),
+            tl.join(f0, f1),
+            tl.join(g0, g1),
+            tl.join(h0, h1),
         )  # [., ., ., token, code bits 0, 1, 2]
         x = tl.permute(x, (6, 5, 4, LANE, BLOCK, RUN, 3))
     else:
@@ -326,10 +334,14 @@ def _value_operand(
         g2, g3 = halves(q[6])
         h2, h3 = halves(q[7])
         x = _stack8(
-            tl.join(tl.join(a0, a1), tl.join(a2, a3)), tl.join(tl.join(b0, b1), tl.join(b2, b3)),
-            tl.join(tl.join(c0, c1), tl.join(c2, c3)), tl.join(tl.join(d0, d1), tl.join(d2, d3)),
-            tl.join(tl.join(e0, e1), tl.join(e2, e3)), tl.join(tl.join(f0, f1), tl.join(f2, f3)),
-            tl.join(tl.join(g0, g1), tl.join(g2, g3)), tl.join(tl.join(h0, h1), tl.join(h2, h3)),
+            tl.join(tl.join(a0, a1), tl.join(a2, a3)),
+            tl.join(tl.join(b0, b1), tl.join(b2, b3)),
+            tl.join(tl.join(c0, c1), tl.join(c2, c3)),
+            tl.join(tl.join(d0, d1), tl.join(d2, d3)),
+            tl.join(tl.join(e0, e1), tl.join(e2, e3)),
+            tl.join(tl.join(f0, f1), tl.join(f2, f3)),
+            tl.join(tl.join(g0, g1), tl.join(g2, g3)),
+            tl.join(tl.join(h0, h1), tl.join(h2, h3)),
         )  # [., ., ., token bit 0, token bit 1, code bits 0, 1, 2]
         x = tl.permute(x, (7, 6, 5, LANE, BLOCK, RUN, 4, 3))
     return tl.reshape(x, (ROWS, T)) - tl.full((ROWS, T), AWAY, tl.float16)
@@ -451,22 +463,36 @@ def _load_tile(
 ):  # fmt: skip
     """Everything of a tile that is read from the cache: key words, RUNS times value words, scale, zero (, norm)."""
     GROUPS: tl.constexpr = T // 16
-    k_start = _row_starts(pages, token, last_group, KEY_DATA, head, k_group, k_row, BLOCK_SIZE, GROUPS) + shift
+    k_start = (
+        _row_starts(pages, token, last_group, KEY_DATA, head, k_group, k_row, BLOCK_SIZE, GROUPS) + shift
+    )
     out = _load_words(words_ptr, k_start, k_lane, KA, KB, KC, KEY)
-    v_start = _row_starts(pages, token, last_group, VALUE_DATA, head, v_group, v_token, BLOCK_SIZE, GROUPS) + shift
+    v_start = (
+        _row_starts(pages, token, last_group, VALUE_DATA, head, v_group, v_token, BLOCK_SIZE, GROUPS) + shift
+    )
     for i in tl.static_range(RUNS):
         out = out + _load_words(words_ptr, v_start + i * VALUE_DATA[1], v_lane, VA, VB, VC, VALUE)
     scale = _load_meta(cache_ptr, pages, token, last_group, begin, end, VALUE_SCALE, head, BLOCK_SIZE, T)
     zero = _load_meta(cache_ptr, pages, token, last_group, begin, end, VALUE_ZERO, head, BLOCK_SIZE, T)
     out = out + (scale, zero)
     if KEY[0] != 8:
-        out = out + (_load_meta(cache_ptr, pages, token, last_group, begin, end, KEY_NORM, head, BLOCK_SIZE, T),)
+        out = out + (
+            _load_meta(cache_ptr, pages, token, last_group, begin, end, KEY_NORM, head, BLOCK_SIZE, T),
+        )
     return out
 
 
 _ARGUMENT_NAMES = (
-    "scale_log2", "window", "soft_cap", "splits", "table_stride",
-    "out_token_stride", "out_head_stride", "lse_token_stride", "lse_head_stride", "min_tiles",
+    "scale_log2",
+    "window",
+    "soft_cap",
+    "splits",
+    "table_stride",
+    "out_token_stride",
+    "out_head_stride",
+    "lse_token_stride",
+    "lse_head_stride",
+    "min_tiles",
 )
 
 
@@ -620,7 +646,7 @@ def decode_kernel(
     offset = tl.zeros((PARTS, N), tl.float32)  # sum of P * middle value
     scale_max = tl.full((), _LEAST_SCALE, tl.float32)  # running maximum of the value scales
     acc = ()
-    for u in tl.static_range(VUNITS):
+    for u in tl.static_range(VUNITS):  # noqa: B007
         acc = acc + (tl.zeros((ROWS, N), tl.float32),)
 
     # Addresses are words past words_ptr. A cache at an odd word keeps its distance to the word before it in ``shift``.
@@ -668,7 +694,9 @@ def decode_kernel(
 
         if ODD_BLOCKS:
             k_at = _row_starts(these, token, last_group, KEY_DATA, head, k_group, k_row, BLOCK_SIZE, GROUPS)
-            v_at = _row_starts(these, token, last_group, VALUE_DATA, head, v_group, v_token, BLOCK_SIZE, GROUPS)
+            v_at = _row_starts(
+                these, token, last_group, VALUE_DATA, head, v_group, v_token, BLOCK_SIZE, GROUPS
+            )
         else:  # rows start at multiples of 4 but for these terms, so they say how far words must be shifted
             k_at = KEY_DATA[0] + head * KEY_DATA[2] + k_row * KEY_DATA[1]
             v_at = VALUE_DATA[0] + head * VALUE_DATA[2] + v_token * VALUE_DATA[1]

@@ -98,11 +98,21 @@ def funnel(
     """The low 32 bits of (high:low) >> shift."""
     if TARGET == "cuda":
         out = tl.inline_asm_elementwise(
-            "shf.r.wrap.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, shift], dtype=tl.int32, is_pure=True, pack=1
+            "shf.r.wrap.b32 $0, $1, $2, $3;",
+            "=r,r,r,r",
+            [low, high, shift],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
         )
     elif TARGET == "hip":
         out = tl.inline_asm_elementwise(
-            "v_alignbit_b32 $0, $1, $2, $3", "=v,v,v,v", [high, low, shift], dtype=tl.int32, is_pure=True, pack=1
+            "v_alignbit_b32 $0, $1, $2, $3",
+            "=v,v,v,v",
+            [high, low, shift],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
         )
     else:
         right = (low.to(tl.uint32, bitcast=True) >> shift.to(tl.uint32)).to(tl.int32, bitcast=True)

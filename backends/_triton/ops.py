@@ -221,7 +221,11 @@ class DecodePlan:
             "num_warps": choice["num_warps"],
             "num_stages": choice["num_stages"],
             "enable_fp_fusion": True,
-            **({"maxnreg": choice["max_registers"]} if self.kind == "cuda" and choice["max_registers"] else {}),
+            **(
+                {"maxnreg": choice["max_registers"]}
+                if self.kind == "cuda" and choice["max_registers"]
+                else {}
+            ),
         }
 
     def reduce_constants(self, multi: bool, write_lse: bool) -> dict[str, Any]:
@@ -251,7 +255,9 @@ class DecodePlan:
             queries = min(max_query_len, -(-columns // self.layer.gqa_ratio) + 1)
             visible = min(visible, self.layer.window + queries - 1 + GROUP)
         programs = batch * self.layer.num_kv_heads * self.column_tiles(max_query_len)
-        wanted = choice["programs_per_cu"] * compute_units // programs  # whole waves: never a few programs more
+        wanted = (
+            choice["programs_per_cu"] * compute_units // programs
+        )  # whole waves: never a few programs more
         longest = -(-visible // max(choice["min_tokens"], choice["tokens"]))
         return max(1, min(wanted, longest, _MAX_SPLITS))
 

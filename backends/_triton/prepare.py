@@ -47,9 +47,13 @@ def prepare_kernel(
     for first in tl.static_range(0, D, CHUNK):
         d = first + tl.arange(0, CHUNK)
         q = tl.load(query_ptr + start[:, None] + d[None, :], inside[:, None] & (d < D)[None, :], 0.0)
-        a = tl.load(matrix_ptr + column[None, :] * D + d[:, None], (column < KP)[None, :] & (d < D)[:, None], 0.0)
+        a = tl.load(
+            matrix_ptr + column[None, :] * D + d[:, None], (column < KP)[None, :] & (d < D)[:, None], 0.0
+        )
         y = tl.dot(q, a.to(q.dtype), y)
-    largest = tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)  # positive floats compare like their bits
+    largest = tl.max(
+        y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1
+    )  # positive floats compare like their bits
     biased = tl.maximum(largest >> 23, _LEAST_EXPONENT)
     down = ((-biased + (254 + _TOP)) << 23).to(tl.float32, bitcast=True)  # 2^(11 - e)
     up = ((biased - _TOP) << 23).to(tl.float32, bitcast=True)  # its inverse

@@ -14,7 +14,7 @@ pairwise in a written-out order (``_row_sum``), divisions and square roots are c
 goes through integer code: sm_80 has no conversion, and gfx942's turns fp16 464 to 480 into NaN.
 
 Rules, as in docs/design.md: a vector with a NaN or an infinity is stored as the zero vector and counted; keys
-above 2^60 are scaled by a power of two before they are squared; stored norms and scales end at 65504, values are
+above 2^56 are scaled by a power of two before they are squared; stored norms and scales end at 65504, values are
 clamped to +-65504 first; a slot below 0 writes nothing; pads are never written.
 """
 
@@ -41,7 +41,7 @@ _FP8_MAX = tl.constexpr(448.0)
 _KEY_EPS = tl.constexpr(1e-8)
 _CENTROID_EPS = tl.constexpr(1e-16)
 _MIN_STEP = tl.constexpr(1e-8)
-_BIG_BITS = tl.constexpr(0x5D800000)  # 2^60 as fp32 bits
+_BIG_BITS = tl.constexpr(0x5B800000)  # 2^56 as fp32 bits: D * BIG**2 fits fp32
 _SHRINK = tl.constexpr(2.0**-80)
 _GROW = tl.constexpr(2.0**80)
 _INF_BITS = tl.constexpr(0x7F800000)
@@ -355,9 +355,11 @@ def _store_keys(
         x = _cube(x, R, LOG_D2)
         norm = tl.sqrt_rn(_row_sum(x * x, LOG_D2))  # [R, 1, ..., 1]
         if M == 1:
-            y = sylvester(tl.reshape(_divide(x, norm + _KEY_EPS), (R, D2)), R, P, LOG_P)
+            y = sylvester(
+                tl.reshape(_divide(x, norm + tl.reshape(shrink * _KEY_EPS, norm.shape)), (R, D2)), R, P, LOG_P
+            )
         else:
-            divisor = tl.reshape(norm, (R, 1)) + _KEY_EPS
+            divisor = tl.reshape(norm, (R, 1)) + (shrink * _KEY_EPS)[:, None]
             mixed = tl.zeros((R, M2, P), tl.float32)
             for j in tl.static_range(M):
                 run = _load_run(key_ptr, offset, inside, j * P, P, D)
@@ -427,7 +429,12 @@ def _store_values(
     scale_at = row_bytes(
         cache_ptr, slot, head, BLOCK_SIZE, BLOCK_STRIDE, VALUE_SCALE[0], VALUE_SCALE[1], VALUE_SCALE[2]
     )
-    _store_half(scale_at, tl.minimum(scale, _FP16_MAX), kept, VALUE_SCALE[4])
+    # Rounding the scale up may carry the largest code past 65504, inf to a reader in fp16: then one ulp less.
+    half = tl.minimum(scale, _FP16_MAX).to(tl.float16)
+    top = low.to(tl.float16).to(tl.float32) + LEVELS * half.to(tl.float32)
+    bits = half.to(tl.int16, bitcast=True) - tl.where(top > _FP16_MAX, 1, 0).to(tl.int16)
+    half = bits.to(tl.float16, bitcast=True)
+    _store_half(scale_at, half.to(tl.float32), kept, VALUE_SCALE[4])
     zero_at = row_bytes(
         cache_ptr, slot, head, BLOCK_SIZE, BLOCK_STRIDE, VALUE_ZERO[0], VALUE_ZERO[1], VALUE_ZERO[2]
     )

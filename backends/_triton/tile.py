@@ -145,9 +145,7 @@ class ValueTile(RowTile):
     def dims(self) -> list[int]:
         """Dim of every row; at least ``dim`` for padding."""
         span = self.lanes * self.unit
-        return [
-            self.code(u, r % self.lanes, r // self.lanes) for u in range(self.units) for r in range(span)
-        ]
+        return [self.code(u, r % self.lanes, r // self.lanes) for u in range(self.units) for r in range(span)]
 
 
 def centroid_table(head_size: int, bits: int) -> tuple[tuple[int, int, int, int], float]:

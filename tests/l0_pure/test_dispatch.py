@@ -474,7 +474,7 @@ def test_policies_narrow_each_other():
         assert both.require == {"triton_soa"}
         assert not both.allow_fallback
     assert a.narrowed_by(Policy()) == a
-    with pytest.raises(SpecError, match="policy force=triton_soa|policy force='triton_soa'"):
+    with pytest.raises(SpecError, match="policy force"):
         Policy(force="triton_aos").narrowed_by(Policy(force="triton_soa"))
     with pytest.raises(SpecError, match="policy require"):
         a.narrowed_by(Policy(require=frozenset({"flydsl_gfx950"})))

@@ -374,3 +374,25 @@ def test_partial_results_merge_by_lse():
     merged = sum(o * (lse - total).exp()[..., None] for o, lse in (a, b))
     assert torch.allclose(merged, whole, atol=1e-12)
     assert torch.allclose(total, whole_lse, atol=1e-12)
+
+
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_nothing_read_back_in_fp16_is_infinite(preset: str, layout: str):
+    """The stored scale is never rounded so far up that the largest code leaves fp16."""
+    bound = reference(layer_spec(64, 1, 2, "fp16"), preset, layout, 16)
+    key = torch.zeros((4, 1, 64), dtype=torch.float16)
+    value = torch.zeros((4, 1, 64), dtype=torch.float16)
+    value[0, 0, 0], value[0, 0, 1] = 65504.0, -65504.0
+    value[1, 0, :32], value[1, 0, 32:] = 65504.0, -65472.0
+    value[2], value[3, 0, 5] = 65504.0, 65504.0
+    cache = bound.allocate(1, "cpu")
+    bound.store(key, value, cache, torch.arange(4))
+    lens, table = torch.tensor([4], dtype=torch.int32), torch.zeros((1, 1), dtype=torch.int32)
+    read = bound.dequantize(cache, table, lens, dtype=torch.float16)
+    assert torch.isfinite(read.value).all()
+    assert (
+        float((read.value.double() - value.double()).abs().max())
+        < 65504 / (2 ** get_preset(preset).value_bits - 1) * 1.05
+    )
+    assert torch.isfinite(bound.decode(key[:1].expand(1, 2, 64).contiguous(), cache, table, lens)).all()

@@ -17,7 +17,9 @@ def test_centroids(bits, device):
     got = run(bits, "portable", device)[:, :8].contiguous().view(torch.float16).double()
     codes = (words(device).long()[:, None] >> (bits * torch.arange(8))) & (2**bits - 1)
     factor = centroid_table(HEAD_SIZE, bits)[1]
-    want = torch.from_numpy((centroids(HEAD_SIZE, bits) / np.float32(factor)).astype(np.float16))[codes].double()
+    want = torch.from_numpy((centroids(HEAD_SIZE, bits) / np.float32(factor)).astype(np.float16))[
+        codes
+    ].double()
     assert torch.equal(got, want)
 
 
@@ -34,5 +36,7 @@ def test_funnel(device):
     low = words(device).long() & 0xFFFFFFFF
     joined = low | ((low ^ 0x5A5A5A5A) << 32)
     shift = torch.arange(len(low)) & 31
-    want = torch.tensor([((int(j) & (2**64 - 1)) >> int(s)) & 0xFFFFFFFF for j, s in zip(joined, shift, strict=True)])
+    want = torch.tensor(
+        [((int(j) & (2**64 - 1)) >> int(s)) & 0xFFFFFFFF for j, s in zip(joined, shift, strict=True)]
+    )
     assert torch.equal(got, want)
