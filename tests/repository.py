@@ -21,6 +21,7 @@ FRAMEWORKS = ("torch", "triton", "flydsl", "vllm", "transformers")
 HEAVY = (
     "turboquant_rocm.backends._",  # the kernels; declarations beside them are pure
     "turboquant_rocm.bench",
+    "turboquant_rocm.continuation",
     "turboquant_rocm.evaluate",
     "turboquant_rocm.integrations.",
     "turboquant_rocm.layouts.convert",
