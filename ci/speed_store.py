@@ -45,8 +45,8 @@ def store_row(
         cache = bound.allocate(blocks, DEVICE)
         slots = torch.randperm(blocks * 16, device=DEVICE, generator=g)[:tokens]
         if i == 0:
-            want = bound.allocate(blocks, DEVICE)
-            bound.store(key, value, want, slots)
+            want = bound.allocate(blocks, "cpu")
+            bound.store(key.cpu(), value.cpu(), want, slots.cpu())
             store(key, value, cache.data, slots)
             assert checks.differences(cache, want, bound.layout) == {}
         calls.append(lambda k=key, v=value, c=cache, s=slots: store(k, v, c.data, s))

@@ -29,16 +29,13 @@ OTHER_WIDTHS = (
 )
 """Bit widths that no bundled preset has: a width must never be hard-coded behind a parameter."""
 
-ROWS = {"cpu": 128, "cuda": 8}
-"""Rows per program: large where every program costs Python time. The bytes must not depend on it."""
-
 
 def store_of(layout: Layout, device: str, **options: Any) -> Store:
-    return Store(layout, **{"rows_per_program": ROWS[device], **options})
+    return Store(layout, **options)
 
 
 def dequantize_of(layout: Layout, device: str, **options: Any) -> Dequantize:
-    return Dequantize(layout, **{"rows_per_program": ROWS[device], **options})
+    return Dequantize(layout, **options)
 
 
 def bound_for(preset: str | Preset, layout: str, head_size: int, heads: int = 2, **more: Any) -> BoundLayer:
@@ -51,16 +48,18 @@ def bound_for(preset: str | Preset, layout: str, head_size: int, heads: int = 2,
     return bind(Decision(layer, CPU, preset, block_size, "torch_reference", layout), **options)
 
 
-def same_zero(cache: PagedCache, layout: Layout) -> PagedCache:
-    """``cache`` with value zero points of -0 written as 0: equal values that torch may order either way."""
-    zero = field_view(cache.data, layout, "value_zero")
+def same_zero(cache: PagedCache, layout: Layout) -> torch.Tensor:
+    """The cache on the host, pads and all, with value zero points of -0 as 0: torch may order the two either way."""
+    data = cache.data
+    data = flat(data).cpu().clone().as_strided(data.shape, data.stride())
+    zero = field_view(data, layout, "value_zero")
     zero[..., 1].masked_fill_((zero[..., 0] == 0) & (zero[..., 1] == 0x80), 0)
-    return cache
+    return data
 
 
 def differences(got: PagedCache, want: PagedCache, layout: Layout) -> dict[str, int]:
     """Bytes that differ, by field, and "pads" for all others; empty if the caches are equal."""
-    a, b = same_zero(got, layout).data.cpu(), same_zero(want, layout).data.cpu()
+    a, b = same_zero(got, layout), same_zero(want, layout)
     found = {}
     for name, _ in layout.places:
         found[name] = int((field_view(a, layout, name) != field_view(b, layout, name)).sum())

@@ -13,7 +13,6 @@ selects, log2(D) additions, 1 multiplication; per value element: 1 shift, 1 mask
 from __future__ import annotations
 
 from functools import cache
-from math import gcd
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from ...codebook import centroids
 from ...layouts import Layout
 from ...spec import NormMeaning
 from .rotation import add_run, rotation_table, sylvester
-from .store import field_constants, row_bytes
+from .store import default_rows, field_constants, row_bytes, row_sum, to_cube
 
 __all__ = ["Dequantize", "dequantize_constexprs"]
 
@@ -43,15 +42,17 @@ def _load_granules(
     G: tl.constexpr,
 ):
     """[R, G] int32, not sign-extended."""
-    where = SHIFT + STEP * tl.arange(0, G)
-    source = at[:, None] + where[None, :]
-    keep = mask[:, None] & (where < NBYTES)[None, :]
+    index = tl.arange(0, G)
+    keep = mask[:, None]
+    if SHIFT + STEP * (G - 1) >= NBYTES:
+        keep = keep & (SHIFT + STEP * index < NBYTES)[None, :]
+    step = (STEP // GRANULE) * index[None, :]
     if GRANULE == 4:
-        data = tl.load(source.to(tl.pointer_type(tl.int32)), keep, 0)
+        data = tl.load((at + SHIFT).to(tl.pointer_type(tl.int32))[:, None] + step, keep, 0)
     elif GRANULE == 2:
-        data = tl.load(source.to(tl.pointer_type(tl.uint16)), keep, 0).to(tl.int32)
+        data = tl.load((at + SHIFT).to(tl.pointer_type(tl.uint16))[:, None] + step, keep, 0).to(tl.int32)
     else:
-        data = tl.load(source, keep, 0).to(tl.int32)
+        data = tl.load((at + SHIFT)[:, None] + step, keep, 0).to(tl.int32)
     return data
 
 
@@ -102,7 +103,7 @@ def _load_codes(
 
 
 @triton.jit
-def _load_short_run(
+def _load_run(
     at,  # [R] pointers to bytes
     mask,  # [R]
     START: tl.constexpr,
@@ -110,7 +111,7 @@ def _load_short_run(
     NBYTES: tl.constexpr,
     W: tl.constexpr,
 ):
-    """Codes START to START + W - 1 where they do not start at a group: two bytes for each code -> int32 [R, W]."""
+    """Codes START to START + W - 1, each from the one or two bytes that it lies in -> int32 [R, W]."""
     bit = BITS * (START + tl.arange(0, W))
     byte = bit // 8
     low = tl.load(at[:, None] + byte[None, :], mask[:, None] & (byte < NBYTES)[None, :], 0).to(tl.int32)
@@ -192,6 +193,121 @@ def centroid_value(
 
 
 @triton.jit
+def _squares(
+    x,  # [R, W] fp32
+    R: tl.constexpr,
+    LOG_W: tl.constexpr,
+):
+    """Sum of the squares of each row -> [R]."""
+    return tl.reshape(row_sum(to_cube(x * x, R, LOG_W), LOG_W), (R,))
+
+
+@triton.jit
+def _store_rows(
+    ptr,
+    row,  # [R] int64
+    x,  # [R, W] fp32
+    inside,  # [R]
+    D: tl.constexpr,
+    W: tl.constexpr,
+):
+    """Write the first D columns of each row of a contiguous output, in its dtype."""
+    column = tl.arange(0, W)
+    keep = inside[:, None]
+    if W != D:
+        keep = keep & (column < D)[None, :]
+    tl.store(ptr + (row * D)[:, None] + column[None, :], x.to(ptr.dtype.element_ty), keep)
+
+
+@triton.jit
+def _dequantize_keys(
+    cache_ptr,
+    key_ptr,
+    row,  # [R] int64, of the output
+    slot,  # [R] int64
+    head,  # [R]
+    inside,  # [R]
+    D: tl.constexpr,
+    D2: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    M: tl.constexpr,
+    M2: tl.constexpr,
+    P: tl.constexpr,
+    LOG_P: tl.constexpr,
+    SIGNS: tl.constexpr,
+    ROT_SCALE: tl.constexpr,
+    CENTROIDS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    KEY_DATA: tl.constexpr,
+    KEY_NORM: tl.constexpr,
+    R: tl.constexpr,
+):
+    at = row_bytes(cache_ptr, slot, head, BLOCK_SIZE, BLOCK_STRIDE, KEY_DATA[0], KEY_DATA[1], KEY_DATA[2])
+    if KEY_BITS == 8:
+        key = fp8_e4m3fn_value(_load_bytes(at, inside, KEY_DATA[3], KEY_DATA[4], R, D2))
+        _store_rows(key_ptr, row, key, inside, D, D2)
+    else:
+        norm_at = row_bytes(
+            cache_ptr, slot, head, BLOCK_SIZE, BLOCK_STRIDE, KEY_NORM[0], KEY_NORM[1], KEY_NORM[2]
+        )
+        norm = load_half(norm_at, inside, KEY_NORM[4])  # [R]
+        if M == 1:
+            c = centroid_value(
+                _load_codes(at, inside, KEY_BITS, KEY_DATA[3], KEY_DATA[4], R, P), CENTROIDS, KEY_BITS
+            )
+            if RENORMALIZE:
+                norm = tl.div_rn(norm, tl.sqrt_rn(_squares(c, R, LOG_P) + _CENTROID_EPS))
+            key = sylvester(c, R, P, LOG_P)
+        else:
+            mixed = tl.zeros((R, M2, P), tl.float32)
+            square = tl.zeros((R,), tl.float32)
+            for j in tl.static_range(M):
+                code = _load_run(at, inside, j * P, KEY_BITS, KEY_DATA[3], P)
+                run = centroid_value(code, CENTROIDS, KEY_BITS)
+                square += _squares(run, R, LOG_P)
+                mixed = add_run(mixed, sylvester(run, R, P, LOG_P), j, M2, SIGNS)
+            if RENORMALIZE:
+                norm = tl.div_rn(norm, tl.sqrt_rn(square + _CENTROID_EPS))
+            key = tl.reshape(mixed, (R, D2))
+        _store_rows(key_ptr, row, key * (norm * ROT_SCALE)[:, None], inside, D, D2)
+
+
+@triton.jit
+def _dequantize_values(
+    cache_ptr,
+    value_ptr,
+    row,  # [R] int64, of the output
+    slot,  # [R] int64
+    head,  # [R]
+    inside,  # [R]
+    DV: tl.constexpr,
+    DV2: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    VALUE_DATA: tl.constexpr,
+    VALUE_SCALE: tl.constexpr,
+    VALUE_ZERO: tl.constexpr,
+    R: tl.constexpr,
+):
+    at = row_bytes(
+        cache_ptr, slot, head, BLOCK_SIZE, BLOCK_STRIDE, VALUE_DATA[0], VALUE_DATA[1], VALUE_DATA[2]
+    )
+    scale_at = row_bytes(
+        cache_ptr, slot, head, BLOCK_SIZE, BLOCK_STRIDE, VALUE_SCALE[0], VALUE_SCALE[1], VALUE_SCALE[2]
+    )
+    zero_at = row_bytes(
+        cache_ptr, slot, head, BLOCK_SIZE, BLOCK_STRIDE, VALUE_ZERO[0], VALUE_ZERO[1], VALUE_ZERO[2]
+    )
+    code = _load_codes(at, inside, VALUE_BITS, VALUE_DATA[3], VALUE_DATA[4], R, DV2)
+    scale = load_half(scale_at, inside, VALUE_SCALE[4])
+    zero = load_half(zero_at, inside, VALUE_ZERO[4])
+    _store_rows(value_ptr, row, code.to(tl.float32) * scale[:, None] + zero[:, None], inside, DV, DV2)
+
+
+@triton.jit
 def _dequantize_kernel(
     cache_ptr,  # uint8, base of the cache
     table_ptr,  # [B, M] int32
@@ -218,7 +334,6 @@ def _dequantize_kernel(
     SIGNS: tl.constexpr,
     ROT_SCALE: tl.constexpr,
     CENTROIDS: tl.constexpr,
-    RUN_GRANULE: tl.constexpr,  # of a run of P codes, 0 if it does not start at a group
     BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
     KEY_DATA: tl.constexpr,  # (base, token stride, head stride, bytes, granule)
@@ -246,63 +361,48 @@ def _dequantize_kernel(
     slot = block * BLOCK_SIZE + (position - entry * BLOCK_SIZE)
 
     if tl.program_id(1) == 0:
-        at = row_bytes(cache_ptr, slot, head, BLOCK_SIZE, BLOCK_STRIDE, KEY_DATA[0], KEY_DATA[1], KEY_DATA[2])
-        out = key_ptr + (row * D)[:, None]
-        column = tl.arange(0, D2)
-        keep = inside[:, None] & (column < D)[None, :]
-        if KEY_BITS == 8:
-            key = fp8_e4m3fn_value(_load_bytes(at, inside, KEY_DATA[3], KEY_DATA[4], R, D2))
-            tl.store(out + column[None, :], key.to(key_ptr.dtype.element_ty), keep)
-        else:
-            norm_at = row_bytes(
-                cache_ptr, slot, head, BLOCK_SIZE, BLOCK_STRIDE, KEY_NORM[0], KEY_NORM[1], KEY_NORM[2]
-            )
-            norm = load_half(norm_at, inside, KEY_NORM[4])  # [R]
-            if M == 1:
-                c = centroid_value(
-                    _load_codes(at, inside, KEY_BITS, KEY_DATA[3], KEY_DATA[4], R, P), CENTROIDS, KEY_BITS
-                )
-                if RENORMALIZE:
-                    norm = tl.div_rn(norm, tl.sqrt_rn(tl.sum(c * c, axis=1) + _CENTROID_EPS))
-                key = sylvester(c, R, P, LOG_P)
-            else:
-                mixed = tl.zeros((R, M2, P), tl.float32)
-                square = tl.zeros((R,), tl.float32)
-                for j in tl.static_range(M):
-                    if RUN_GRANULE > 0:
-                        START: tl.constexpr = j * P * KEY_BITS // 8
-                        code = _load_codes(
-                            at + START, inside, KEY_BITS, KEY_DATA[3] - START, RUN_GRANULE, R, P
-                        )
-                    else:
-                        code = _load_short_run(at, inside, j * P, KEY_BITS, KEY_DATA[3], P)
-                    c = centroid_value(code, CENTROIDS, KEY_BITS)
-                    square += tl.sum(c * c, axis=1)
-                    mixed = add_run(mixed, sylvester(c, R, P, LOG_P), j, M2, SIGNS)
-                if RENORMALIZE:
-                    norm = tl.div_rn(norm, tl.sqrt_rn(square + _CENTROID_EPS))
-                key = tl.reshape(mixed, (R, D2))
-            key = key * (norm * ROT_SCALE)[:, None]
-            tl.store(out + column[None, :], key.to(key_ptr.dtype.element_ty), keep)
+        _dequantize_keys(
+            cache_ptr,
+            key_ptr,
+            row,
+            slot,
+            head,
+            inside,
+            D,
+            D2,
+            KEY_BITS,
+            RENORMALIZE,
+            M,
+            M2,
+            P,
+            LOG_P,
+            SIGNS,
+            ROT_SCALE,
+            CENTROIDS,
+            BLOCK_SIZE,
+            BLOCK_STRIDE,
+            KEY_DATA,
+            KEY_NORM,
+            R,
+        )
     else:
-        at = row_bytes(
-            cache_ptr, slot, head, BLOCK_SIZE, BLOCK_STRIDE, VALUE_DATA[0], VALUE_DATA[1], VALUE_DATA[2]
+        _dequantize_values(
+            cache_ptr,
+            value_ptr,
+            row,
+            slot,
+            head,
+            inside,
+            DV,
+            DV2,
+            VALUE_BITS,
+            BLOCK_SIZE,
+            BLOCK_STRIDE,
+            VALUE_DATA,
+            VALUE_SCALE,
+            VALUE_ZERO,
+            R,
         )
-        scale_at = row_bytes(
-            cache_ptr, slot, head, BLOCK_SIZE, BLOCK_STRIDE, VALUE_SCALE[0], VALUE_SCALE[1], VALUE_SCALE[2]
-        )
-        zero_at = row_bytes(
-            cache_ptr, slot, head, BLOCK_SIZE, BLOCK_STRIDE, VALUE_ZERO[0], VALUE_ZERO[1], VALUE_ZERO[2]
-        )
-        code = _load_codes(at, inside, VALUE_BITS, VALUE_DATA[3], VALUE_DATA[4], R, DV2)
-        scale = load_half(scale_at, inside, VALUE_SCALE[4])
-        zero = load_half(zero_at, inside, VALUE_ZERO[4])
-        value = code.to(tl.float32) * scale[:, None] + zero[:, None]
-        # Names of their own: the compiler merges names that both branches assign, and these differ in shape.
-        value_column = tl.arange(0, DV2)
-        value_keep = inside[:, None] & (value_column < DV)[None, :]
-        value_out = value_ptr + (row * DV)[:, None] + value_column[None, :]
-        tl.store(value_out, value.to(value_ptr.dtype.element_ty), value_keep)
 
 
 @cache
@@ -323,26 +423,20 @@ def dequantize_constexprs(layout: Layout) -> dict[str, Any]:
         **field_constants(layout),
     }
     if preset.fp8_keys:
-        constants.update(M=1, M2=1, P=1, LOG_P=0, SIGNS=(0,), ROT_SCALE=1.0, CENTROIDS=(0.0,), RUN_GRANULE=0)
+        constants.update(M=1, M2=1, P=1, LOG_P=0, SIGNS=(0,), ROT_SCALE=1.0, CENTROIDS=(0.0,))
     else:
-        table = rotation_table(d, inverse=True)
-        constants.update(table.constexprs())
+        constants.update(rotation_table(d, inverse=True).constexprs())
         c = centroids(d, preset.key_bits)[1 << (preset.key_bits - 1) :]
         constants["CENTROIDS"] = tuple(float(x) for x in c)
-        run_bytes, rest = divmod(table.p * preset.key_bits, 8)
-        narrow = gcd(constants["KEY_DATA"][4], run_bytes) if table.p % 8 == 0 and not rest else 0
-        if preset.key_bits == 3 and table.p % 32:  # three words are 32 codes
-            narrow = min(narrow, 2 if table.p % 16 == 0 else 1)
-        constants["RUN_GRANULE"] = narrow
     return constants
 
 
 class Dequantize:
     """The dequantise of one layer: everything that depends on the layout alone is fixed when it is made."""
 
-    def __init__(self, layout: Layout, *, rows_per_program: int = 8, num_warps: int = 1) -> None:
+    def __init__(self, layout: Layout, *, rows_per_program: int | None = None, num_warps: int = 1) -> None:
         self.layout = layout
-        self.rows = rows_per_program
+        self.rows = rows_per_program or default_rows(layout)
         self.num_warps = num_warps
         self.constants = dequantize_constexprs(layout)
 

@@ -9,7 +9,7 @@ Floor: T * Hk * (D + Dv) * 2 bytes read + T * Hk * slot written; at D = 128 and 
 Budget of arithmetic per key element: 1 square, 1 division, log2(D) additions, 2^(b-1) - 1 compares, 1 shift.
 
 Same bytes everywhere. Order and rounding of every fp32 operation are those of the torch reference: reductions are
-pairwise in a written-out order (``_row_sum``), divisions and square roots are correctly rounded (``_divide``,
+pairwise in a written-out order (``row_sum``), divisions and square roots are correctly rounded (``_divide``,
 ``div_rn``, ``sqrt_rn``), and the compiler may not contract to fused multiply-adds (``enable_fp_fusion=False``). FP8
 goes through integer code: sm_80 has no conversion, and gfx942's turns fp16 464 to 480 into NaN.
 
@@ -34,7 +34,18 @@ from ...layouts import FIELD_NAMES, Layout
 from ...spec import NormMeaning
 from .rotation import add_run, rotation_table, sylvester
 
-__all__ = ["Store", "field_constants", "fp8_e4m3fn_bytes", "granule", "row_bytes", "store_constexprs"]
+__all__ = [
+    "Store",
+    "default_rows",
+    "field_constants",
+    "fp8_e4m3fn_bytes",
+    "granule",
+    "row_bytes",
+    "row_sum",
+    "store_constexprs",
+    "tile_rows",
+    "to_cube",
+]
 
 _FP16_MAX = tl.constexpr(65504.0)
 _FP8_MAX = tl.constexpr(448.0)
@@ -52,26 +63,50 @@ _FP8_REBIAS = tl.constexpr(120 << 3)  # (127 - 7) in the exponent field after th
 
 
 @triton.jit
-def _cube(
+def to_cube(
     x,  # [R, W]
     R: tl.constexpr,
     LOG_W: tl.constexpr,
 ):
     """One dimension of two for each bit of the column, the highest first -> [R, 2, ..., 2].
 
-    Sums over these dimensions and what is broadcast over them again stay in the registers and lanes that ``x`` is in.
+    Reductions over these dimensions, and what is broadcast over them again, stay in the registers and lanes that
+    ``x`` is in. And they are right: Triton 3.6 gives wrong minima and maxima over a whole row on NVIDIA when the
+    lanes of a row are not neighbours, which a reduction over one bit never notices.
     """
     return tl.reshape(x, [R] + [2] * LOG_W)
 
 
 @triton.jit
-def _row_sum(
+def row_sum(
     x,  # [R, 2, ..., 2] fp32
     LOG_W: tl.constexpr,
 ):
     """Sum of each row, pairwise: element i with element i + W/2, and so on -> [R, 1, ..., 1]."""
     for step in tl.static_range(LOG_W):
         x = tl.sum(x, axis=step + 1, keep_dims=True)
+    return x
+
+
+@triton.jit
+def _row_max(
+    x,  # [R, 2, ..., 2]
+    LOG_W: tl.constexpr,
+):
+    """Largest of each row -> [R, 1, ..., 1]."""
+    for step in tl.static_range(LOG_W):
+        x = tl.max(x, axis=step + 1, keep_dims=True)
+    return x
+
+
+@triton.jit
+def _row_min(
+    x,  # [R, 2, ..., 2]
+    LOG_W: tl.constexpr,
+):
+    """Smallest of each row -> [R, 1, ..., 1]."""
+    for step in tl.static_range(LOG_W):
+        x = tl.min(x, axis=step + 1, keep_dims=True)
     return x
 
 
@@ -119,15 +154,17 @@ def _store_granules(
     GRANULE: tl.constexpr,
     G: tl.constexpr,
 ):
-    where = SHIFT + STEP * tl.arange(0, G)
-    target = at[:, None] + where[None, :]
-    keep = mask[:, None] & (where < NBYTES)[None, :]
+    index = tl.arange(0, G)
+    keep = mask[:, None]
+    if SHIFT + STEP * (G - 1) >= NBYTES:
+        keep = keep & (SHIFT + STEP * index < NBYTES)[None, :]
+    step = (STEP // GRANULE) * index[None, :]
     if GRANULE == 4:
-        tl.store(target.to(tl.pointer_type(tl.int32)), data, keep)
+        tl.store((at + SHIFT).to(tl.pointer_type(tl.int32))[:, None] + step, data, keep)
     elif GRANULE == 2:
-        tl.store(target.to(tl.pointer_type(tl.int16)), data.to(tl.int16), keep)
+        tl.store((at + SHIFT).to(tl.pointer_type(tl.int16))[:, None] + step, data.to(tl.int16), keep)
     else:
-        tl.store(target, (data & 255).to(tl.uint8), keep)
+        tl.store((at + SHIFT)[:, None] + step, (data & 255).to(tl.uint8), keep)
 
 
 @triton.jit
@@ -144,7 +181,8 @@ def _store_codes(
     """Write the little-endian bit stream of ``codes``. Eight codes fill BITS bytes: one group."""
     G: tl.constexpr = W // 8
     shifts = BITS * tl.arange(0, 8)
-    group = tl.sum(tl.reshape(codes, (R, G, 8)) << shifts[None, None, :], axis=2)  # [R, G] int32
+    group = tl.reshape(tl.reshape(codes, (R, G, 8)) << shifts[None, None, :], (R, G, 2, 2, 2))
+    group = tl.sum(tl.sum(tl.sum(group, axis=4), axis=3), axis=2)  # [R, G] int32
     if BITS == 4:
         if GRANULE == 4:
             _store_granules(at, group, mask, 4, 0, NBYTES, 4, G)
@@ -194,7 +232,10 @@ def _store_bytes(
         _store_granules(at, data, mask, 1, 0, NBYTES, 1, W)
     else:
         shifts = 8 * tl.arange(0, GRANULE)
-        words = tl.sum(tl.reshape(data, (R, W // GRANULE, GRANULE)) << shifts[None, None, :], axis=2)
+        words = tl.reshape(data, (R, W // GRANULE, GRANULE)) << shifts[None, None, :]
+        if GRANULE == 4:
+            words = tl.sum(tl.reshape(words, (R, W // 4, 2, 2)), axis=3)
+        words = tl.sum(words, axis=2)
         _store_granules(at, words, mask, GRANULE, 0, NBYTES, GRANULE, W // GRANULE)
 
 
@@ -236,9 +277,9 @@ def _count(
     counter_ptr,
     bad,  # [R] bool
 ):
-    number = tl.sum(bad.to(tl.int32), axis=0)
-    if number > 0:
-        tl.atomic_add(counter_ptr, number)
+    """Add the number of bad rows to a counter; no memory traffic if there is none."""
+    one = tl.where(bad, 1, 0)
+    tl.atomic_add(counter_ptr + one * 0, one, mask=bad)
 
 
 @triton.jit
@@ -302,10 +343,11 @@ def _load_run(
 
 @triton.jit
 def _largest_bits(
-    x,  # [R, W] fp32
+    x,  # [R, 2, ..., 2] fp32
+    LOG_W: tl.constexpr,
 ):
-    """Largest |x| of each row as fp32 bits -> [R] int32; at least _INF_BITS if the row has a NaN or an infinity."""
-    return tl.max(x.to(tl.int32, bitcast=True) & _ABS_BITS, axis=1)
+    """Largest |x| of each row as fp32 bits -> [R, 1, ..., 1]; at least _INF_BITS if it has a NaN or an infinity."""
+    return _row_max(x.to(tl.int32, bitcast=True) & _ABS_BITS, LOG_W)
 
 
 @triton.jit
@@ -338,32 +380,33 @@ def _store_keys(
     COUNT: tl.constexpr,
     R: tl.constexpr,
 ):
-    x = _load_run(key_ptr, offset, inside, 0, D2, D)
-    largest = _largest_bits(x)
-    bad = largest >= _INF_BITS
+    x = to_cube(_load_run(key_ptr, offset, inside, 0, D2, D), R, LOG_D2)
+    largest = _largest_bits(x, LOG_D2)
+    bad = largest >= _INF_BITS  # [R, 1, ..., 1]
     if COUNT:
-        _count(nonfinite_ptr, bad & kept)
+        _count(nonfinite_ptr, tl.reshape(bad, (R,)) & kept)
+    x = tl.where(bad, 0.0, x)
     data_at = row_bytes(
         cache_ptr, slot, head, BLOCK_SIZE, BLOCK_STRIDE, KEY_DATA[0], KEY_DATA[1], KEY_DATA[2]
     )
     if KEY_BITS == 8:
-        data = fp8_e4m3fn_bytes(tl.where(bad[:, None], 0.0, x))
+        data = fp8_e4m3fn_bytes(tl.reshape(x, (R, D2)))
         _store_bytes(data_at, data, kept, KEY_DATA[3], KEY_DATA[4], R, D2)
     else:
-        shrink = tl.where(largest > _BIG_BITS, _SHRINK, 1.0)  # [R], an exact power of two
-        x = tl.where(bad[:, None], 0.0, x) * shrink[:, None]
-        x = _cube(x, R, LOG_D2)
-        norm = tl.sqrt_rn(_row_sum(x * x, LOG_D2))  # [R, 1, ..., 1]
+        shrink = tl.where(largest > _BIG_BITS, _SHRINK, 1.0)  # an exact power of two
+        x = x * shrink
+        norm = tl.sqrt_rn(row_sum(x * x, LOG_D2))  # [R, 1, ..., 1]
+        divisor = norm + shrink * _KEY_EPS
         if M == 1:
-            y = sylvester(
-                tl.reshape(_divide(x, norm + tl.reshape(shrink * _KEY_EPS, norm.shape)), (R, D2)), R, P, LOG_P
-            )
+            y = sylvester(tl.reshape(_divide(x, divisor), (R, D2)), R, P, LOG_P)
         else:
-            divisor = tl.reshape(norm, (R, 1)) + (shrink * _KEY_EPS)[:, None]
+            divisor = tl.reshape(divisor, (R, 1))
+            factor = tl.reshape(shrink, (R, 1))
+            zeroed = tl.reshape(bad, (R, 1))
             mixed = tl.zeros((R, M2, P), tl.float32)
             for j in tl.static_range(M):
                 run = _load_run(key_ptr, offset, inside, j * P, P, D)
-                run = tl.where(bad[:, None], 0.0, run) * shrink[:, None]
+                run = tl.where(zeroed, 0.0, run) * factor
                 run = sylvester(_divide(run, divisor), R, P, LOG_P)
                 mixed = add_run(mixed, run, j, M2, SIGNS)
             y = tl.reshape(mixed, (R, D2))
@@ -373,9 +416,9 @@ def _store_keys(
             codes = tl.where((column < D)[None, :], codes, 0)
             square = tl.where((column < D)[None, :], square, 0.0)
         _store_codes(data_at, codes, kept, KEY_BITS, KEY_DATA[3], KEY_DATA[4], R, D2)
-        norm = tl.reshape(norm, (R,)) * tl.where(largest > _BIG_BITS, _GROW, 1.0)
+        norm = tl.reshape(norm * tl.where(largest > _BIG_BITS, _GROW, 1.0), (R,))
         if FOLD:
-            square = tl.reshape(_row_sum(_cube(square, R, LOG_D2), LOG_D2), (R,))
+            square = tl.reshape(row_sum(to_cube(square, R, LOG_D2), LOG_D2), (R,))
             norm = tl.div_rn(norm, tl.sqrt_rn(square + _CENTROID_EPS))
         norm_at = row_bytes(
             cache_ptr, slot, head, BLOCK_SIZE, BLOCK_STRIDE, KEY_NORM[0], KEY_NORM[1], KEY_NORM[2]
@@ -395,6 +438,7 @@ def _store_values(
     head,  # [R]
     DV: tl.constexpr,
     DV2: tl.constexpr,  # DV rounded up to a power of two
+    LOG_DV2: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
@@ -405,21 +449,22 @@ def _store_values(
     R: tl.constexpr,
 ):
     LEVELS: tl.constexpr = (1 << VALUE_BITS) - 1
-    x = _load_run(value_ptr, offset, inside, 0, DV2, DV)
-    bad = _largest_bits(x) >= _INF_BITS
+    x = to_cube(_load_run(value_ptr, offset, inside, 0, DV2, DV), R, LOG_DV2)
+    bad = _largest_bits(x, LOG_DV2) >= _INF_BITS  # [R, 1, ..., 1]
     if COUNT:
-        _count(nonfinite_ptr + 1, bad & kept)
-    x = tl.where(bad[:, None], 0.0, x)
+        _count(nonfinite_ptr + 1, tl.reshape(bad, (R,)) & kept)
+    x = tl.where(bad, 0.0, x)
     x = tl.minimum(tl.maximum(x, -_FP16_MAX), _FP16_MAX)
     if DV2 == DV:
-        low, high = tl.min(x, axis=1), tl.max(x, axis=1)
+        low, high = _row_min(x, LOG_DV2), _row_max(x, LOG_DV2)
     else:
-        column = tl.arange(0, DV2)
-        low = tl.min(tl.where((column < DV)[None, :], x, _FP16_MAX), axis=1)
-        high = tl.max(tl.where((column < DV)[None, :], x, -_FP16_MAX), axis=1)
-    scale = tl.div_rn(tl.maximum(high - low, _MIN_STEP * LEVELS), LEVELS + 0.0)  # [R]
-    index = tl.floor(_divide(x - low[:, None], scale[:, None]) + 0.5)
-    codes = tl.minimum(index, LEVELS + 0.0).to(tl.int32)  # never below 0: x >= low
+        there = to_cube(tl.broadcast_to((tl.arange(0, DV2) < DV)[None, :], (R, DV2)), R, LOG_DV2)
+        low = _row_min(tl.where(there, x, _FP16_MAX), LOG_DV2)
+        high = _row_max(tl.where(there, x, -_FP16_MAX), LOG_DV2)
+    scale = tl.div_rn(tl.maximum(high - low, _MIN_STEP * LEVELS), LEVELS + 0.0)  # [R, 1, ..., 1]
+    index = _divide(x - low, scale) + 0.5  # never below 0, since x >= low: then truncation is floor
+    codes = tl.reshape(tl.minimum(index, LEVELS + 0.0).to(tl.int32), (R, DV2))
+    low, scale = tl.reshape(low, (R,)), tl.reshape(scale, (R,))
     if DV2 != DV:
         codes = tl.where((tl.arange(0, DV2) < DV)[None, :], codes, 0)
     data_at = row_bytes(
@@ -429,11 +474,13 @@ def _store_values(
     scale_at = row_bytes(
         cache_ptr, slot, head, BLOCK_SIZE, BLOCK_STRIDE, VALUE_SCALE[0], VALUE_SCALE[1], VALUE_SCALE[2]
     )
-    # Rounding the scale up may carry the largest code past 65504, inf to a reader in fp16: then one ulp less.
+    # Rounding the scale up may carry the largest code past 65504, which an fp16 reader would see as infinity: one
+    # ulp less.
     half = tl.minimum(scale, _FP16_MAX).to(tl.float16)
     top = low.to(tl.float16).to(tl.float32) + LEVELS * half.to(tl.float32)
-    bits = half.to(tl.int16, bitcast=True) - tl.where(top > _FP16_MAX, 1, 0).to(tl.int16)
-    half = bits.to(tl.float16, bitcast=True)
+    half = (half.to(tl.int16, bitcast=True) - tl.where(top > _FP16_MAX, 1, 0).to(tl.int16)).to(
+        tl.float16, bitcast=True
+    )
     _store_half(scale_at, half.to(tl.float32), kept, VALUE_SCALE[4])
     zero_at = row_bytes(
         cache_ptr, slot, head, BLOCK_SIZE, BLOCK_STRIDE, VALUE_ZERO[0], VALUE_ZERO[1], VALUE_ZERO[2]
@@ -460,6 +507,7 @@ def _store_kernel(
     LOG_D2: tl.constexpr,
     DV: tl.constexpr,
     DV2: tl.constexpr,
+    LOG_DV2: tl.constexpr,
     KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     FOLD: tl.constexpr,
@@ -531,6 +579,7 @@ def _store_kernel(
             head,
             DV,
             DV2,
+            LOG_DV2,
             VALUE_BITS,
             BLOCK_SIZE,
             BLOCK_STRIDE,
@@ -581,6 +630,7 @@ def store_constexprs(layout: Layout) -> dict[str, Any]:
         "LOG_D2": d2.bit_length() - 1,
         "DV": dv,
         "DV2": dv2,
+        "LOG_DV2": dv2.bit_length() - 1,
         "KEY_BITS": preset.key_bits,
         "VALUE_BITS": preset.value_bits,
         "FOLD": layout.norm_meaning is NormMeaning.FOLDED,
@@ -600,15 +650,32 @@ def store_constexprs(layout: Layout) -> dict[str, Any]:
     return constants
 
 
+def tile_rows(layout: Layout, vendor: str) -> int:
+    """Rows of the widest tile that keeps its data in registers: 32 elements a lane on NVIDIA, 8 on AMD.
+
+    More on AMD spills scalar registers, which hold a mask for every comparison in flight.
+    """
+    elements = {"nvidia": 32 * 32, "amd": 64 * 8}[vendor]
+    width = max(triton.next_power_of_2(layout.head_size), triton.next_power_of_2(layout.value_head_size))
+    return max(1, min(16, elements // width))
+
+
+def default_rows(layout: Layout) -> int:
+    """:func:`tile_rows` for the GPU of this build of torch; many rows in the interpreter, where programs are slow."""
+    if triton.knobs.runtime.interpret:
+        return 128
+    return tile_rows(layout, "amd" if torch.version.hip else "nvidia")
+
+
 class Store:
     """The store of one layer: everything that depends on the layout alone is fixed when it is made.
 
-    rows_per_program: tile. The bytes do not depend on it.
+    rows_per_program: tile, default by the GPU's vendor. The bytes do not depend on it.
     """
 
-    def __init__(self, layout: Layout, *, rows_per_program: int = 8, num_warps: int = 1) -> None:
+    def __init__(self, layout: Layout, *, rows_per_program: int | None = None, num_warps: int = 1) -> None:
         self.layout = layout
-        self.rows = rows_per_program
+        self.rows = rows_per_program or default_rows(layout)
         self.num_warps = num_warps
         self.constants = store_constexprs(layout)
 

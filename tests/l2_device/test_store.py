@@ -30,19 +30,19 @@ def test_reference(combination, dtype, device):
 @pytest.mark.parametrize("layout", checks.LAYOUTS)
 @pytest.mark.parametrize("preset", checks.PRESETS)
 def test_many_random_vectors(preset, layout, dtype, device):
-    """131,072 vectors: every byte equals the reference's, run on the same device."""
+    """65,536 vectors: every byte equals the reference's, run on the host."""
     g = torch.Generator().manual_seed(2)
-    tokens, heads, d = 1 << 14, 8, 128
+    tokens, heads, d = 1 << 13, 8, 128
     bound = checks.bound_for(preset, layout, d, heads, dtype=dtype, checks="off")
     key, value = (
         (
             torch.randn(tokens, heads, d, generator=g) * torch.exp(torch.randn(tokens, heads, 1, generator=g))
-        ).to(device, TORCH_DTYPES[dtype])
+        ).to(TORCH_DTYPES[dtype])
         for _ in range(2)
     )
-    slots = torch.randperm(tokens, generator=g).to(device)
-    got, want = (bound.allocate(tokens // 16, device) for _ in range(2))
-    checks.store_of(bound.layout, device)(key, value, got.data, slots)
+    slots = torch.randperm(tokens, generator=g)
+    got, want = bound.allocate(tokens // 16, device), bound.allocate(tokens // 16, "cpu")
+    checks.store_of(bound.layout, device)(key.to(device), value.to(device), got.data, slots.to(device))
     bound.store(key, value, want, slots)
     assert checks.differences(got, want, bound.layout) == {}
 

@@ -1,0 +1,57 @@
+"""Store and dequantise, compiled for every GPU: no spills, no scratch, LDS under the limit, words where possible."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="nothing to compile with")
+
+LDS = {"gfx942": 64 << 10, "gfx950": 160 << 10, "sm_80": 160 << 10, "sm_90": 224 << 10}
+
+
+def table(arch: str, *arguments: str) -> list[dict[str, Any]]:
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "tests.l1_compile.compile_store", arch, *arguments]
+    run = subprocess.run(
+        command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+def check(rows: list[dict[str, Any]]) -> None:
+    columns = list(rows[0])
+    print("\n| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
+    for row in rows:
+        print("| " + " | ".join(str(row[c]) for c in columns) + " |")
+    for row in rows:
+        if row["arch"].startswith("gfx"):
+            for field in ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size"):
+                assert row[field] == 0, (field, row)
+        else:
+            assert row["local_stores"] == row["local_loads"] == 0, row
+        assert row["lds"] <= LDS[row["arch"]], row
+        assert row["wide_loads"] > 0, row
+        if row["kernel"] == "dequantise" or row["granule"] == 4:
+            assert row["wide_stores"] > 0, row
+
+
+@pytest.mark.parametrize("arch", LDS)
+def test_representative(arch):
+    check(table(arch))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("arch", LDS)
+def test_all(arch):
+    rows = table(arch, "--all")
+    assert len(rows) == 4 * 2 * 7 * 2 * (2 if arch.startswith("gfx") else 1)
+    check(rows)
