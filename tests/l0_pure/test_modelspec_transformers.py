@@ -235,4 +235,6 @@ def test_patterns_that_a_config_leaves_out(model_type: str, count: int):
     for layer, word in zip(model.layers, types, strict=True):
         if layer.kind not in (AttentionKind.MLA, AttentionKind.SPARSE):
             assert layer.kind is WORDS[word][0], (layer.index, word)
-    assert not any(warning.startswith("unknown") for warning in model.warnings)
+    # A type outside the tables says so; the layer pattern itself must not be a guess.
+    open_questions = [w for w in model.warnings if w.startswith("unknown") and "not in the table" not in w]
+    assert not open_questions
