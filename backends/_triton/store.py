@@ -71,8 +71,8 @@ def to_cube(
     """One dimension of two for each bit of the column, the highest first -> [R, 2, ..., 2].
 
     Reductions over these dimensions, and what is broadcast over them again, stay in the registers and lanes that
-    ``x`` is in. And they are right: Triton 3.6 gives wrong minima and maxima over a whole row on NVIDIA when the
-    lanes of a row are not neighbours, which a reduction over one bit never notices.
+    ``x`` is in. And they are right: where the lanes of a row are not neighbours (lane bits 0, 1 and 4, say), Triton
+    3.6 reduces a whole row over the wrong lanes (0, 1 and 2); a reduction over one bit it gets right.
     """
     return tl.reshape(x, [R] + [2] * LOG_W)
 
@@ -94,8 +94,8 @@ def _row_max(
     LOG_W: tl.constexpr,
 ):
     """Largest of each row -> [R, 1, ..., 1]."""
-    for step in tl.static_range(LOG_W):
-        x = tl.max(x, axis=step + 1, keep_dims=True)
+    for step in tl.static_range(LOG_W):  # lowest bit first: those are in one thread
+        x = tl.max(x, axis=LOG_W - step, keep_dims=True)
     return x
 
 
@@ -105,8 +105,8 @@ def _row_min(
     LOG_W: tl.constexpr,
 ):
     """Smallest of each row -> [R, 1, ..., 1]."""
-    for step in tl.static_range(LOG_W):
-        x = tl.min(x, axis=step + 1, keep_dims=True)
+    for step in tl.static_range(LOG_W):  # lowest bit first: those are in one thread
+        x = tl.min(x, axis=LOG_W - step, keep_dims=True)
     return x
 
 
