@@ -13,7 +13,7 @@ from functools import lru_cache
 from types import ModuleType
 
 from ..presets import get_preset
-from ..spec import Preset, SpecError
+from ..spec import Preset, SpecError, checked_int
 from . import aos, soa
 from .slot import FIELD_NAMES, Slot
 from .table import LAYOUT_VERSION, CacheTag, Layout, Place, TagError
@@ -68,8 +68,7 @@ def make_layout(
         "block_stride": 2 if block_stride is None else block_stride,
     }
     for argument, value in integers.items():
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MAX_BYTES:
-            raise SpecError(argument, value, f"an integer from 1 to {_MAX_BYTES}")
+        checked_int(argument, value, 1, _MAX_BYTES)
     preset = get_preset(preset)
     slot = Slot.of(preset, head_size, value_head_size)
     module = _LAYOUTS[name]

@@ -12,7 +12,6 @@ checks are made. Letters of the shapes: docs/design.md.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple, get_args
@@ -24,7 +23,7 @@ from .dispatch import Decision
 from .eligibility import Code, Request, refusals
 from .layouts import CacheTag, Layout, make_layout
 from .layouts.views import allocate, check_cache
-from .spec import SpecError
+from .spec import SpecError, checked_int, is_number
 
 __all__ = ["BoundLayer", "Checks", "Dequantized", "PagedCache", "bind"]
 
@@ -94,19 +93,6 @@ def _writable(name: str, tensor: torch.Tensor) -> None:
         raise SpecError(name, f"strides {tensor.stride()}", "memory of its own for every element")
     if tensor.requires_grad:
         raise SpecError(name, "requires_grad", "a tensor that autograd does not track")
-
-
-def _number(name: str, value: object, positive: bool = True) -> None:
-    """SpecError unless ``value`` is a finite Python number (> 0)."""
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or (positive and not value > 0):  # type: ignore[operator]
-        raise SpecError(name, value, "a finite number > 0" if positive else "a finite number")
-
-
-def _whole(name: str, value: object, low: int, high: int) -> None:
-    """SpecError unless ``value`` is a Python integer from ``low`` to ``high``."""
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise SpecError(name, value, f"an integer from {low} to {high}")
 
 
 class BoundLayer:
@@ -282,9 +268,9 @@ class BoundLayer:
         else:
             _expect("query_start_loc", query_start_loc, (batch + 1,), (torch.int32,), device, "[B + 1]")
         if max_query_len is not None:
-            _whole("max_query_len", max_query_len, 1, _MAX_QUERY_LEN)
-        if scale is not None:
-            _number("scale", scale)
+            checked_int("max_query_len", max_query_len, 1, _MAX_QUERY_LEN)
+        if scale is not None and not is_number(scale):
+            raise SpecError("scale", scale, "a finite number > 0")
         if layer.sinks and sinks is None:
             raise SpecError("sinks", None, "a tensor [Hq]: this layer was bound with sinks")
         if sinks is not None:
@@ -340,7 +326,7 @@ class BoundLayer:
         if total is None:
             total = int(cu_lens[-1])
         elif self.checks != "off":
-            _whole("total", total, 0, 1 << 40)
+            checked_int("total", total, 0, 1 << 40)
             if self.checks == "full" and total != int(cu_lens[-1]):
                 raise SpecError("total", total, f"{int(cu_lens[-1])}, the sum of seq_lens - starts")
         dtype = (

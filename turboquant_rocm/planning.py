@@ -24,7 +24,7 @@ from .packages import Environment
 from .pages import PageGroup, Pages, native_block_bytes, quantized_block_bytes, unify
 from .prefill import PrefillChoice, prefill_route
 from .presets import get_preset
-from .spec import AttentionKind, Dtype, LayerSpec, ModelSpec, Preset, SpecError, Target
+from .spec import AttentionKind, Dtype, LayerSpec, ModelSpec, Preset, SpecError, Target, checked_int
 
 __all__ = [
     "DEFAULT_BLOCK_SIZE",
@@ -88,9 +88,7 @@ class Question:
 
     def __post_init__(self) -> None:
         for name, low, high in (("block_size", 1, 1 << 20), ("rows", 1, 1 << 20), ("tp", 1, 1 << 16)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise SpecError(name, value, f"an integer from {low} to {high}")
+            checked_int(name, getattr(self, name), low, high)
         if self.block_size % BLOCK_STEP:
             raise SpecError(
                 "block_size", self.block_size, f"a multiple of {BLOCK_STEP}, as serving engines have it"

@@ -52,7 +52,7 @@ class SpecError(ValueError):
         super().__init__(f"{field}={bounded_repr(got)} (wants {wants})")
 
 
-def _int(field: str, value: object, low: int, high: int | None = None) -> int:
+def checked_int(field: str, value: object, low: int, high: int | None = None) -> int:
     """``value`` as an int in [low, high], or a SpecError. bool and integral floats are not integers here."""
     wants = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
     if isinstance(value, bool) or not isinstance(value, int):
@@ -192,21 +192,21 @@ class LayerSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", _member("kind", AttentionKind, self.kind))
         object.__setattr__(self, "dtype", _member("dtype", Dtype, self.dtype))
-        _int("index", self.index, 0)
-        _int("num_heads", self.num_heads, 1, MAX_HEADS)
-        _int("num_kv_heads", self.num_kv_heads, 1, MAX_HEADS)
-        _int("head_size", self.head_size, 1, 4096)
+        checked_int("index", self.index, 0)
+        checked_int("num_heads", self.num_heads, 1, MAX_HEADS)
+        checked_int("num_kv_heads", self.num_kv_heads, 1, MAX_HEADS)
+        checked_int("head_size", self.head_size, 1, 4096)
         if self.value_head_size is None:
             object.__setattr__(self, "value_head_size", self.head_size)
-        _int("value_head_size", self.value_head_size, 1, 4096)
+        checked_int("value_head_size", self.value_head_size, 1, 4096)
         if self.num_heads % self.num_kv_heads:
             raise SpecError("num_heads", self.num_heads, f"a multiple of num_kv_heads={self.num_kv_heads}")
         if self.window is not None:
-            _int("window", self.window, 1, 1 << 40)
+            checked_int("window", self.window, 1, 1 << 40)
         if self.kind is AttentionKind.SLIDING and self.window is None:
             raise SpecError("window", None, "an integer >= 1 for a sliding layer")
         if self.chunk is not None:
-            _int("chunk", self.chunk, 1, 1 << 40)
+            checked_int("chunk", self.chunk, 1, 1 << 40)
         if self.kind is AttentionKind.CHUNKED and self.chunk is None:
             raise SpecError("chunk", None, "an integer >= 1 for a chunked layer")
         if self.soft_cap is not None and not is_number(self.soft_cap):
@@ -219,7 +219,7 @@ class LayerSpec:
         if self.position_bias is not None and self.position_bias not in POSITION_BIASES:
             raise SpecError("position_bias", self.position_bias, "alibi, relative or none")
         if self.kv_shared_with is not None:
-            _int("kv_shared_with", self.kv_shared_with, 0)  # ModelSpec knows which layers there are
+            checked_int("kv_shared_with", self.kv_shared_with, 0)  # ModelSpec knows which layers there are
 
     @property
     def keeps_cache(self) -> bool:
