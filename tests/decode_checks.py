@@ -1,8 +1,10 @@
 """What decode must do, as functions of a device: run interpreted (l1) and compiled (l2) alike.
 
-The bar. Every query head of every row is compared on its own with fp64 attention over the dequantised cache. Its
-error must stay within twice that of plain torch attention in the query's dtype over the same keys and values, or
-within twice the rounding of the output, where plain attention happens to be that good. The lse must agree to 2e-3.
+The bar. Output is compared with fp64 attention over the dequantised cache. Over a whole case its error must stay within
+twice that of plain torch attention in the query's dtype over the same keys and values (the tighter of the two for fp16
+queries: a plain bf16 attention is eight times worse). Every query head of every row is also compared on its own, so
+that a wrong mapping of heads does not hide in an average: twice the plain error of that head again, or of what rounding
+each operand once must be expected to cost (``expected_error``), where plain attention is better by luck.
 """
 
 from __future__ import annotations
@@ -23,8 +25,6 @@ LAYOUTS = ("soa", "aos")
 HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
 ROUNDING = {"bf16": 2.0**-9, "fp16": 2.0**-11}
 """Relative error of the output's own rounding, and of one operand's."""
-
-LSE_TOLERANCE = 2e-3
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,37 @@ def plain_attention(
     return torch.einsum("hqs,shd->qhd", weight, value)
 
 
+def expected_score_error(
+    query: torch.Tensor,  # [q, Hq, D]
+    key: torch.Tensor,  # [S, Hk, D] fp64
+    score: torch.Tensor,  # [q, Hq, S] fp64, -inf where not visible
+    scale: float,
+    dtype: str,
+) -> torch.Tensor:
+    """Standard deviation [q, Hq, S] of a score whose key and whose own value are rounded once to ``dtype``."""
+    unit = ROUNDING[dtype] / 3**0.5
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    products = torch.einsum("qhd,shd->qhs", query.double() ** 2, key**2).sqrt() * scale
+    return unit * torch.sqrt(products**2 + score.nan_to_num(0.0, 0.0, 0.0) ** 2)
+
+
+def expected_error(
+    weight: torch.Tensor,  # [q, Hq, S]
+    value: torch.Tensor,  # [S, Hk, Dv] fp64
+    spread: torch.Tensor,  # [q, Hq, S], of the scores
+    config: Config,
+) -> torch.Tensor:
+    """Expected error [q, Hq] of plain attention: scores as in ``spread``; weights, values and output rounded once."""
+    unit = ROUNDING[config.dtype] / 3**0.5
+    value = value.repeat_interleave(config.group, 1)
+    out = torch.einsum("qhs,shd->qhd", weight, value)
+    square = (value**2).sum(-1).T  # [Hq, S]
+    size = (out**2).sum(-1)  # [q, Hq]
+    away = square - 2 * torch.einsum("qhd,shd->qhs", out, value) + size[..., None]  # |v - out|^2
+    variance = (weight**2 * (away * spread**2 + 2 * unit**2 * square)).sum(-1) + unit**2 * size
+    return variance.clamp(min=0).sqrt()
+
+
 @dataclass(frozen=True)
 class Setup:
     """Tensors of one case on one device."""
@@ -202,7 +233,9 @@ def compare(setup: Setup, config: Config, case: Case, out: torch.Tensor, lse: to
     queries = [1] * len(case.lens) if case.queries is None else list(case.queries)
     scale = setup.bound.layer.softmax_scale if case.scale is None else case.scale
     window = setup.bound.layer.window
-    row, worst = 0, 0.0
+    row = 0
+    errors: list[torch.Tensor] = []
+    plains: list[torch.Tensor] = []
     for b, (length, count) in enumerate(zip(case.lens, queries, strict=True)):
         here = slice(row, row + count)
         row += count
@@ -235,17 +268,25 @@ def compare(setup: Setup, config: Config, case: Case, out: torch.Tensor, lse: to
         plain = plain_attention(query, key, value, visible, scale, setup.sinks, config.soft_cap)[
             some
         ].double()
-        size = want.norm(dim=-1)
+        spread = expected_score_error(query, key, score[..., : length - first], scale, config.dtype)
+        expected = expected_error(weight, value, spread, config)[some]
         error = (got - want).norm(dim=-1)
-        allowed = 2 * torch.maximum((plain - want).norm(dim=-1), ROUNDING[config.dtype] * size)
-        ratio = float((error / allowed.clamp(min=1e-30)).max())
-        assert ratio <= 1.0, (  # NaN fails too
-            f"{config} {case}: sequence {b}: a head's error is {ratio:.2f} of what is allowed"
-            f" (relative {float((error / size).max()):.2e})"
+        plain_error = (plain - want).norm(dim=-1)
+        ratio = float((error / torch.maximum(plain_error, expected).clamp(min=1e-30)).max())
+        assert ratio <= 2.0, (  # NaN fails too
+            f"{config} {case}: sequence {b}: a head's error is {ratio:.2f} times the plain one"
+            f" (relative {float((error / want.norm(dim=-1)).max()):.2e})"
         )
-        worst = max(worst, ratio)
-        off = float((lse[here][some].double() - want_lse).abs().max())
-        assert off <= LSE_TOLERANCE * max(1.0, case.key_scale), f"{config} {case}: lse off by {off:.2e}"
+        errors.append(error.flatten())
+        plains.append(plain_error.flatten())
+        off = (lse[here][some].double() - want_lse).abs()
+        near = spread.masked_fill(~visible[:, None], 0.0).amax(-1)[some]
+        assert bool((off <= 2e-4 + 5 * near).all()), f"{config} {case}: lse off by {float(off.max()):.2e}"
+    worst = 0.0
+    if errors:
+        total, plain_total = torch.cat(errors), torch.cat(plains)
+        worst = float(total.norm() / plain_total.norm().clamp(min=1e-30))
+        assert worst <= 2.0, f"{config} {case}: the error is {worst:.2f} times the plain one"
     if case.spare_rows:  # padding rows past query_start_loc[-1] stay as they were
         assert bool(out[row:].isnan().all())
         assert bool(lse[row:].isnan().all())

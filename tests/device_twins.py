@@ -74,7 +74,7 @@ def run(bits: int, target: str, device: str) -> torch.Tensor:
     """Bits of what the functions return: int16 [n, 10]."""
     out = torch.empty(WORDS, 8, dtype=torch.float16, device=device)
     shifted = torch.empty(WORDS, dtype=torch.int32, device=device)
-    table = (0, 0, 0, 0) if bits == 8 else centroid_table(HEAD_SIZE, bits)[0]
+    table = (0, 0, 0, 0) if bits == 8 else centroid_table(HEAD_SIZE, bits).planes
     order = tuple(range(8)) if bits == 8 else pair_order(target, 8)
     twins_kernel[(1,)](words(device), out, shifted, bits, table, order, target, WORDS)
     return torch.cat([out.view(torch.int16), shifted[:, None].view(torch.int16)], 1)

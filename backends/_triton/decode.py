@@ -537,7 +537,7 @@ def decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     DV: tl.constexpr,
     TABLE: tl.constexpr,  # centroids, see device._lookup8
-    TABLE_SCALE: tl.constexpr,
+    SQUARE_FACTOR: tl.constexpr,  # of the squares of these
     NORM_CORRECTION: tl.constexpr,
     KWIDTH: tl.constexpr,  # consecutive columns of an operand in a lane
     RUNS: tl.constexpr,  # neighbouring tokens of a value operand in a lane
@@ -720,7 +720,7 @@ def decode_kernel(
         if KEY[0] != 8:
             norm = tile[KWORDS + RUNS * VWORDS + 2].to(tl.float32)
             if NORM_CORRECTION:
-                total = tl.max(squares, axis=1) * (TABLE_SCALE * TABLE_SCALE)
+                total = tl.max(squares, axis=1) * SQUARE_FACTOR
                 norm = norm * tl.rsqrt(total + _CENTROID_EPS)
             scores = scores * norm[:, None]
         if SOFT_CAP:  # cap * tanh(s / cap), then base 2

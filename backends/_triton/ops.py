@@ -126,9 +126,10 @@ class DecodePlan:
             alignment(layout, "value_data", cache_alignment),
         )
         self.matrix, factor = query_matrix(layout, self.key, self.kind, base["key_width"])
-        table, table_scale = ((0, 0, 0, 0), 1.0)
+        planes, square_factor = (0, 0, 0, 0), 1.0
         if not preset.fp8_keys:
-            table, table_scale = centroid_table(layout.head_size, preset.key_bits)
+            table = centroid_table(layout.head_size, preset.key_bits)
+            planes, square_factor = table.planes, table.square_factor
         self.factor = factor if layer.soft_cap is not None else factor * LOG2E
         group = layer.gqa_ratio
         self.constants: dict[str, Any] = {
@@ -144,8 +145,8 @@ class DecodePlan:
             "VALUE_ZERO": self._field("value_zero", 2),
             "BLOCK_SIZE": layout.block_size,
             "DV": layout.value_head_size,
-            "TABLE": table,
-            "TABLE_SCALE": table_scale,
+            "TABLE": planes,
+            "SQUARE_FACTOR": square_factor,
             "NORM_CORRECTION": corrects_norm(layout),
             "KWIDTH": base["key_width"],
             "RUNS": base["token_runs"],

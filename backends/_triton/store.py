@@ -653,9 +653,12 @@ def store_constexprs(layout: Layout) -> dict[str, Any]:
 def tile_rows(layout: Layout, vendor: str) -> int:
     """Rows of the widest tile that keeps its data in registers: 32 elements a lane on NVIDIA, 8 on AMD.
 
-    More on AMD spills scalar registers, which hold a mask for every comparison in flight.
+    More on AMD spills scalar registers, which hold a mask for every comparison in flight. Rotations with m > 1 have
+    their mixed runs in registers too: half of that on NVIDIA.
     """
     elements = {"nvidia": 32 * 32, "amd": 64 * 8}[vendor]
+    if vendor == "nvidia" and not layout.preset.fp8_keys and rotation_table(layout.head_size).m > 1:
+        elements //= 2
     width = max(triton.next_power_of_2(layout.head_size), triton.next_power_of_2(layout.value_head_size))
     return max(1, min(16, elements // width))
 

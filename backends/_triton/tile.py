@@ -16,17 +16,29 @@ Two ways to read a row:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
+from functools import cache
+from itertools import pairwise
+from math import erf, gcd
 from typing import Any
 
 import numpy as np
 
-from ...codebook import centroids, rotation
+from ...codebook import lloyd_max, rotation
 from ...layouts import Layout
 from ...spec import NormMeaning
 from .device import FP8_SCALE, pair_order
 
-__all__ = ["GROUP", "KeyTile", "ValueTile", "alignment", "centroid_table", "query_matrix"]
+__all__ = [
+    "GROUP",
+    "CentroidTable",
+    "KeyTile",
+    "RowTile",
+    "ValueTile",
+    "alignment",
+    "centroid_table",
+    "corrects_norm",
+    "query_matrix",
+]
 
 GROUP = 16
 """Block sizes are multiples of this, so a group of this many tokens never crosses a block."""
@@ -148,21 +160,56 @@ class ValueTile(RowTile):
         return [self.code(u, r % self.lanes, r // self.lanes) for u in range(self.units) for r in range(span)]
 
 
-def centroid_table(head_size: int, bits: int) -> tuple[tuple[int, int, int, int], float]:
-    """(byte planes of eight fp16 centroids, factor that the numbers in it must be multiplied by).
+@dataclass(frozen=True, slots=True)
+class CentroidTable:
+    """Eight fp16 centroids: the positive half of 4-bit ones, or all 3-bit ones.
 
-    4 bits: the positive half; 3 bits: all eight. Scaled by a power of two to lie in [1/4, 4).
+    planes: their bytes, as device functions take them. values: the numbers. factor: what they must be multiplied by.
+    square_factor: the same for fp16 squares of them.
     """
-    exponent = int(np.floor(np.log2(np.abs(centroids(head_size, bits)).max()))) - 1
-    c = (centroids(head_size, bits) * np.float32(2.0**-exponent)).astype(np.float16)
-    words = (c[8:] if bits == 4 else c).view(np.uint16).astype(np.int64)
+
+    planes: tuple[int, int, int, int]
+    values: Any
+    factor: float
+    square_factor: float
+
+
+def _rounding(c: Any, weight: Any, stretch: float) -> tuple[float, Any, float, float]:
+    """(cost, fp16 table, factor, square factor) of the centroids ``c`` stretched before they are rounded."""
+    table = (c * stretch).astype(np.float16)
+    t = table.astype(np.float64)
+    squares = (table * table).astype(np.float64)
+    factor = (weight * c * t).sum() / (weight * t * t).sum()  # least squares: no bias in the length of a key
+    square_factor = (weight * c * c).sum() / (weight * squares).sum()
+    cost = (weight * (factor * t - c) ** 2).sum() / (weight * c * c).sum()
+    cost += (weight * (square_factor * squares - c * c) ** 2).sum() / (weight * c**4).sum()
+    return float(cost), table, float(factor), float(square_factor)
+
+
+@cache
+def centroid_table(head_size: int, bits: int) -> CentroidTable:
+    """The table of the decode kernel, in [1/8, 4).
+
+    Rounding a codebook to fp16 is no noise: every key shares the same few errors, and they add up to a factor on all
+    scores. So of a thousand stretches the one is taken at which the rounded codebook is closest to a multiple of the
+    exact one, weighted by how often each code occurs; the remaining factor is folded into the softmax scale.
+    """
+    c = lloyd_max(bits)
+    edges = np.concatenate([[-9.0], (c[1:] + c[:-1]) / 2, [9.0]])
+    weight = np.array([erf(b / 2**0.5) - erf(a / 2**0.5) for a, b in pairwise(edges)]) / 2
+    if bits == 4:
+        c, weight = c[8:], weight[8:]
+    best = min((_rounding(c, weight, 0.75 * 2 ** (i / 1024)) for i in range(1024)), key=lambda r: r[0])
+    _, table, factor, square_factor = best
+    words = table.view(np.uint16).astype(np.int64)
 
     def plane(values: Any) -> list[int]:
         packed = [sum(int(v) << (8 * i) for i, v in enumerate(values[k : k + 4])) for k in (0, 4)]
         return [p - (1 << 32) if p >> 31 else p for p in packed]
 
     high, low = plane(words >> 8), plane(words & 255)
-    return (high[0], high[1], low[0], low[1]), 2.0**exponent
+    size = head_size**-0.5
+    return CentroidTable((high[0], high[1], low[0], low[1]), table, factor * size, square_factor * size**2)
 
 
 def query_matrix(layout: Layout, tile: KeyTile, target: str, width: int) -> tuple[Any, float]:
@@ -176,7 +223,7 @@ def query_matrix(layout: Layout, tile: KeyTile, target: str, width: int) -> tupl
         full, factor = np.eye(layout.head_size), FP8_SCALE
     else:
         full = np.sign(rotation(layout.head_size))
-        factor = centroid_table(layout.head_size, layout.preset.key_bits)[1] / layout.head_size**0.5
+        factor = centroid_table(layout.head_size, layout.preset.key_bits).factor / layout.head_size**0.5
     rows = [full[d] if d >= 0 else np.zeros(layout.head_size) for d in dims]
     return np.stack(rows), factor
 

@@ -16,11 +16,12 @@ from turboquant_rocm.codebook import centroids
 def test_centroids(bits, device):
     got = run(bits, "portable", device)[:, :8].contiguous().view(torch.float16).double()
     codes = (words(device).long()[:, None] >> (bits * torch.arange(8))) & (2**bits - 1)
-    factor = centroid_table(HEAD_SIZE, bits)[1]
-    want = torch.from_numpy((centroids(HEAD_SIZE, bits) / np.float32(factor)).astype(np.float16))[
-        codes
-    ].double()
-    assert torch.equal(got, want)
+    table = centroid_table(HEAD_SIZE, bits)
+    values = table.values if bits == 3 else np.concatenate([-table.values[::-1], table.values])
+    assert torch.equal(got, torch.from_numpy(values)[codes].double())
+    exact = centroids(HEAD_SIZE, bits).astype(np.float64)
+    error = np.abs(values.astype(np.float64) * table.factor / exact - 1)
+    assert error.max() < 2.0**-11  # of the rounding that remains
 
 
 def test_fp8(device):

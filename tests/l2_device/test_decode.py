@@ -14,11 +14,11 @@ from hypothesis import strategies as st  # noqa: E402
 
 from tests.decode_checks import LAYOUTS, PRESETS, Case, Config, check, compare, decode, set_up  # noqa: E402
 
-EXAMPLES = 46
+EXAMPLES = 66
 
 
 def configs() -> list[Config]:
-    """48 layers that between them have every preset, layout, head size, dtype, feature and many GQA ratios, KV-head
+    """32 layers that between them have every preset, layout, head size, dtype, feature and many GQA ratios, KV-head
     counts and block sizes (pitfalls 13, 16, 18, 19, 20, 22)."""
     rng = random.Random(4)
     sizes = (64, 128, 256, 96, 80, 112, 192)
@@ -27,7 +27,7 @@ def configs() -> list[Config]:
     blocks = (16, 32, 48, 128, 528, 784, 1568, 2768, 64)
     queries = (1, 1, 4, 5, 16, 40)
     found = []
-    for i in range(48):
+    for i in range(32):
         group = groups[i % len(groups)]
         found.append(
             Config(
@@ -43,7 +43,7 @@ def configs() -> list[Config]:
 @st.composite
 def cases(draw: st.DrawFn, config: Config) -> Case:
     batch = draw(st.integers(1, 6))
-    limit = draw(st.sampled_from((40, 300, 2000)))
+    limit = draw(st.sampled_from((40, 200, 700)))
     lens = [draw(st.integers(0, limit)) for _ in range(batch)]
     queries = None
     if config.most_queries > 1:
@@ -126,12 +126,12 @@ def test_graph(layout, most_queries, target):
         call(setup.table, setup.lens, setup.starts, out, lse)
         torch.cuda.synchronize()
         held = torch.cuda.memory_stats()["allocation.all.allocated"]
-        torch.cuda.set_sync_debug_mode("error")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
+            torch.cuda.set_sync_debug_mode("error")
             call(setup.table, setup.lens, setup.starts, out, lse)
+            torch.cuda.set_sync_debug_mode("default")
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == held
-        torch.cuda.set_sync_debug_mode("default")
         rng = random.Random(1)
         for step in range(20):
             lens = [rng.choice((0, 1, 15, 16, 17, 500, 1000, 1008)) for _ in range(batch)]

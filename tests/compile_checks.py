@@ -1,0 +1,207 @@
+"""Compiles decode kernels for GPUs that are not there, and reads what came out: registers, spills, LDS, loads."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tests.cases import layer_spec
+from turboquant_rocm import Decision, get_preset, make_layout
+from turboquant_rocm.backends._triton.decode import decode_kernel
+from turboquant_rocm.backends._triton.ops import ARGUMENTS, DecodePlan
+from turboquant_rocm.backends._triton.prepare import prepare_kernel
+from turboquant_rocm.backends._triton.reduce import reduce_kernel
+from turboquant_rocm.target import get_target
+
+ARCHES = ("gfx942", "gfx950", "sm_80", "sm_90")
+_TYPES = {
+    torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.uint8: "*u8", torch.int32: "*i32",
+}  # fmt: skip
+_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One specialisation of a kernel."""
+
+    kernel: str = "decode"
+    preset: str = "4bit_nc"
+    layout: str = "soa"
+    head_size: int = 128
+    group: int = 8
+    queries: int = 1
+    block_size: int = 16
+    direct: bool = False
+    padding: int = 0
+    features: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        more = "".join(f"-{n}" for n, _ in self.features)
+        more += f"-pad{self.padding}" if self.padding else ""
+        return (
+            f"{self.kernel}-{self.preset}-{self.layout}-D{self.head_size}-g{self.group}-q{self.queries}"
+            f"-bs{self.block_size}{'-direct' if self.direct else ''}{more}"
+        )
+
+
+@dataclass(frozen=True)
+class Built:
+    """registers: of a lane. spills: registers, or bytes of stack on NVIDIA. scratch, lds: bytes."""
+
+    registers: int
+    spills: int
+    scratch: int
+    lds: int
+    loads: tuple[str, ...]
+    matrix: int
+
+
+def specs(full: bool) -> Iterator[Spec]:
+    """What is compiled: a few of every kind, or with ``full`` the product of presets, layouts, sizes and columns."""
+    yield Spec("prepare")
+    yield Spec("reduce", queries=4, features=(("sinks", True),))
+    for layout in ("soa", "aos"):
+        for preset in ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc"):
+            yield Spec(preset=preset, layout=layout)
+    yield Spec(head_size=64, direct=True, group=1)
+    yield Spec(head_size=256)
+    yield Spec(
+        queries=4, block_size=528, direct=True,
+        features=(("window", 1024), ("sinks", True), ("soft_cap", 30.0)),
+    )  # fmt: skip
+    yield Spec(layout="aos", padding=26, preset="4bit_nc")
+    if not full:
+        return
+    for head_size in (64, 80, 96, 112, 128, 192, 256):
+        yield Spec("prepare", head_size=head_size)
+        yield Spec("reduce", head_size=head_size)
+        for layout in ("soa", "aos"):
+            for preset in ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc"):
+                for group, queries in ((8, 1), (16, 1), (8, 4)):
+                    for direct in (False, True):
+                        yield Spec("decode", preset, layout, head_size, group, queries, direct=direct)
+
+
+def build(arch: str, spec: Spec) -> Built:
+    """Compile ``spec`` for ``arch`` with the tile choices of configs/tuned."""
+    features = dict(spec.features)
+    layer = layer_spec(spec.head_size, 8, spec.group, "bf16", **features)
+    target = get_target(arch)
+    backend = f"triton_{spec.layout}"
+    decision = Decision(layer, target, get_preset(spec.preset), spec.block_size, backend, spec.layout)
+    layout = make_layout(spec.layout, spec.preset, spec.head_size, 8, spec.block_size)
+    if spec.padding:
+        layout = make_layout(
+            spec.layout,
+            spec.preset,
+            spec.head_size,
+            8,
+            spec.block_size,
+            slot_stride=layout.slot_bytes + spec.padding,
+        )
+    plan = DecodePlan(decision, layout, kind="hip" if target.vendor == "amd" else "cuda")
+    multi = spec.queries > 1
+    types: dict[str, torch.dtype] = {}
+    if spec.kernel == "prepare":
+        kernel, constants, types = prepare_kernel, plan.prepare_constants(), {"query_ptr": torch.bfloat16}
+    elif spec.kernel == "reduce":
+        kernel, constants, types = (
+            reduce_kernel,
+            plan.reduce_constants(multi, True),
+            {"out_ptr": torch.bfloat16},
+        )
+    else:
+        kernel = decode_kernel
+        constants = plan.decode_constants(plan.columns(spec.queries), multi, spec.direct, spec.direct)
+        if spec.direct:
+            types = {"out_ptr": torch.bfloat16}
+    compiled = compile_for(target.vendor, arch, kernel, constants, types)
+    return read_amd(compiled) if target.vendor == "amd" else read_nvidia(compiled)
+
+
+def compile_for(
+    vendor: str, arch: str, kernel: Any, constants: Mapping[str, Any], types: Mapping[str, torch.dtype]
+) -> Any:
+    constants = dict(constants)
+    options = {name: constants.pop(name) for name in _OPTIONS if name in constants}
+    signature, divisible = {}, {}
+    for position, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        stand_in = types.get(name, ARGUMENTS[name])
+        if isinstance(stand_in, torch.dtype):
+            signature[name] = _TYPES[stand_in]
+            if name in ("queries_ptr", "query_scale_ptr", "part_ptr", "part_lse_ptr", "matrix_ptr"):
+                divisible[(position,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32" if isinstance(stand_in, float) else "i32"
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, values, divisible)
+    target = GPUTarget("hip", arch, 64) if vendor == "amd" else GPUTarget("cuda", int(arch[3:]), 32)
+    return triton.compile(source, target=target, options=options)
+
+
+def read_amd(compiled: Any) -> Built:
+    text = compiled.asm["amdgcn"]
+
+    def number(name: str) -> int:
+        found = re.search(rf"\.{name}:\s+(\d+)", text)
+        assert found, f"no {name} in the code object's metadata"
+        return int(found[1])
+
+    loads = re.findall(r"^\s+((?:global|buffer|flat)_load_[a-z0-9_]+)", text, re.M)
+    return Built(
+        number("vgpr_count"),
+        number("vgpr_spill_count") + number("sgpr_spill_count"),
+        number("private_segment_fixed_size"),
+        compiled.metadata.shared,
+        tuple(sorted(set(loads))),
+        len(re.findall(r"^\s+v_mfma", text, re.M)),
+    )
+
+
+def read_nvidia(compiled: Any) -> Built:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=False)
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", text.stdout + text.stderr)
+    assert usage, text.stdout + text.stderr
+    ptx = compiled.asm["ptx"]
+    loads = re.findall(r"ld\.global(?:\.[a-z0-9:_]+)*?((?:\.v\d)?\.[bsu]\d+)", ptx)
+    return Built(
+        int(usage[1]), int(usage[2]), int(usage[2]), compiled.metadata.shared, tuple(sorted(set(loads))),
+        len(re.findall(r"mma\.sync|wgmma\.mma_async", ptx)),
+    )  # fmt: skip
+
+
+def problems(arch: str, spec: Spec, built: Built) -> list[str]:
+    """What is wrong with a kernel; empty if nothing is."""
+    found = []
+    if built.spills or built.scratch:
+        found.append(f"spills {built.spills}, scratch {built.scratch} bytes")
+    limit = get_target(arch).lds_bytes
+    if built.lds > limit:
+        found.append(f"LDS {built.lds} > {limit}")
+    if spec.kernel != "reduce" and not built.matrix:
+        found.append("no matrix instruction")
+    if spec.kernel == "decode":
+        narrow = [n for n in built.loads if "byte" in n or n.endswith(("b8", "u8", "s8", "i8"))]
+        if narrow:
+            found.append(f"byte loads: {narrow}")
+        wide = "dword" if arch.startswith("gfx") else "32"
+        if not any(wide in n for n in built.loads):
+            found.append(f"no load of words: {built.loads}")
+    return found
