@@ -46,7 +46,7 @@ class CompareError(ValueError):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Regression:
-    """One thing that is wrong. kind: leg, coverage, inputs, store, output, time or counter."""
+    """One thing that is wrong. kind: leg, coverage, inputs, store, output, time, counter or resource."""
 
     kind: str
     leg: str
@@ -325,6 +325,22 @@ def _counters(new: Result, old: Result) -> Iterator[Regression]:
                 )  # fmt: skip
 
 
+def _compiled(new: Result, old: Result) -> Iterator[Regression]:
+    """Registers, spills, scratch and LDS of the kernels that both compiled, and kernels that are compiled no more."""
+    if not new.data.get("tests"):  # a partial result, which is a regression by itself
+        return
+    now = new.data.get("compiled", {})
+    for kernel, before in sorted(old.data.get("compiled", {}).items()):
+        if kernel not in now:
+            if new.data.get("long") or not old.data.get("long"):
+                yield Regression("coverage", new.label, kernel, "was not compiled, but was in the baseline")
+            continue
+        for name, count in now[kernel].items():
+            was = before.get(name)
+            if was is not None and count > was * (1 + COUNTER_FLOOR):
+                yield Regression("resource", new.label, kernel, f"{name} rose from {was} to {count}")
+
+
 def _lost(new: Result, old: Result) -> Iterator[Regression]:
     """Cases that ran in the baseline and do not now, on the same list."""
     if old.data.get("long") and not new.data.get("long"):
@@ -366,7 +382,7 @@ def compare(results: Sequence[Result], baselines: Mapping[str, Result] | None = 
             continue
         found += _lost(x, old)
         found += [*_inputs([x, old], old), *_stores([x, old], old), *_outputs([x, old], {}, old)]
-        found += _counters(x, old)
+        found += [*_counters(x, old), *_compiled(x, old)]
         timings += _timings(x, old)
     for t in timings:
         if t.slower:
@@ -413,6 +429,7 @@ _TITLES: Final = {
     "output": "Outputs out of tolerance",
     "time": "Slower than the baseline",
     "counter": "More instructions than the baseline",
+    "resource": "More registers, spills or LDS than the baseline",
 }
 
 

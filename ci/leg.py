@@ -65,11 +65,22 @@ def _node_id(case: ET.Element) -> str:
     return f"{case.get('classname', '')}::{case.get('name', '')}"
 
 
+def _no_tests() -> TestReport:
+    return {"passed": 0, "xfailed": 0, "failed": [], "skipped": [], "seconds": 0.0, "compiled": {}}
+
+
 def read_junit(path: Path) -> TestReport:
-    """Counts, failures with their first line, and skips with their reasons, of a JUnit file of pytest."""
-    report: TestReport = {"passed": 0, "xfailed": 0, "failed": [], "skipped": [], "seconds": 0.0}
+    """Counts, failures with their first line, skips with their reasons, and compiled kernels, of a JUnit file of pytest.
+
+    compiled: what tests recorded as properties "kernel:NAME" (tests/l1_compile/conftest.py): registers, spills, LDS.
+    """
+    report = _no_tests()
     for case in ET.parse(path).getroot().iter("testcase"):
         report["seconds"] += float(case.get("time", 0))
+        for entry in case.iter("property"):
+            kind, _, name = (entry.get("name") or "").partition(":")
+            if kind == "kernel":
+                report["compiled"][name] = json.loads(entry.get("value") or "{}")
         bad = [e for tag in ("failure", "error") for e in case.iter(tag)]
         skipped = case.find("skipped")
         if bad:
@@ -135,7 +146,7 @@ def _pytest(leg: Leg, python: str, jobs: int, long: bool, folder: Path) -> tuple
     print("+ " + " ".join(command[1:]), flush=True)
     code = subprocess.run(command, cwd=ROOT, env=environment(leg), check=False).returncode
     if not junit.exists():
-        return {"passed": 0, "xfailed": 0, "failed": [], "skipped": [], "seconds": 0.0}, code
+        return _no_tests(), code
     return read_junit(junit), code
 
 
@@ -299,7 +310,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     leg = legs[args.leg]
     if args.repeats < 0:
         args.repeats = {"device": 9, "reference": 2}.get(leg.mode, 0)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the shards are ended too
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the shards are ended too
+    try:
+        return _run(leg, args)
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+def _run(leg: Leg, args: argparse.Namespace) -> int:
+    """Run the leg and write its result file; returns the exit code."""
     args.out.mkdir(parents=True, exist_ok=True)
     start = time.time()
     result: dict[str, Any] = {
@@ -317,6 +336,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "problems": [],
         "tests": None,
         "cases": [],
+        "compiled": {},
     }
     problems: list[str] = result["problems"]
     with tempfile.TemporaryDirectory() as name:
@@ -333,6 +353,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             began = time.time()
             report, code = _pytest(leg, sys.executable, args.jobs, args.long, folder)
             problems += judge_tests(leg, report, code, _known_backends())
+            result["compiled"] = dict(sorted(report.pop("compiled").items()))
+            if leg.mode == "compile" and not result["compiled"]:
+                problems.append("no compiled kernel was recorded: a leg that compiles nothing fails")
             result["tests"] = report
             result["tests_seconds"] = round(time.time() - began, 1)
     result["status"] = "failed" if problems else "passed"

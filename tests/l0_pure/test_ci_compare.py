@@ -371,6 +371,36 @@ def test_counters(good: list[Path], tmp_path: Path, count: int, worse: bool):
         assert c.regressions[0].what == "valu rose from 1000 to 1100 (+10.0%)"
 
 
+def compiling(**kernels: dict[str, int]) -> Callable[[dict[str, Any]], None]:
+    return lambda d: d.update(leg="compile-all", cases=[], compiled=kernels)
+
+
+SOUND = {"registers": 128, "spills": 0, "lds": 2048}
+
+
+@pytest.mark.parametrize(
+    ("now", "says"),
+    [
+        (SOUND, ""),
+        ({**SOUND, "registers": 120, "lds": 0}, ""),
+        ({**SOUND, "registers": 130}, ""),  # within the floor
+        ({**SOUND, "registers": 136}, "registers rose from 128 to 136"),
+        ({**SOUND, "spills": 1}, "spills rose from 0 to 1"),
+        ({**SOUND, "lds": 4096}, "lds rose from 2048 to 4096"),
+        (None, "was not compiled, but was in the baseline"),
+    ],
+)
+def test_compiled_kernels(good: list[Path], tmp_path: Path, now: dict[str, int] | None, says: str):
+    kernels = {"decode": now} if now else {}
+    old = edit(good[1], tmp_path / "old", compiling(decode=SOUND), "compile-all.json")
+    new = edit(good[1], tmp_path / "new", compiling(another=SOUND, **kernels), "compile-all.json")
+    found = compare([load(new)], {"compile-all": load(old)}).regressions
+    assert [(r.leg, r.case, r.what) for r in found] == ([("compile-all", "decode", says)] if says else [])
+    report = tmp_path / "report.md"
+    assert main([str(new), "--baseline", str(old), "--report", str(report)]) == bool(says)
+    assert says in report.read_text()
+
+
 def test_a_case_that_the_baseline_had(good: list[Path], tmp_path: Path):
     def refuse(data: dict[str, Any]) -> None:
         data["cases"][0] = {

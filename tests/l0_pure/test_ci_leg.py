@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,44 @@ def test_a_leg_without_a_case_fails(tmp_path: Path):
     assert code == 1
     assert result["status"] == "failed"
     assert result["problems"] == ["torch_reference: 0 cases ran (wants at least 1)"]
+
+
+def test_the_callers_signal_handler_is_put_back(tmp_path: Path):
+    def handler(*_: object) -> None: ...
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        run(tmp_path, "cpu-reference", "--no-tests", "--only", "no such case")
+        assert signal.getsignal(signal.SIGTERM) is handler
+        with pytest.raises(SystemExit):  # also when the leg cannot run here
+            main(["mi300", "--no-tests", "--jobs", "1", "--out", str(tmp_path)])
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_leg_that_compiles_records_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tests = tmp_path / "tests"
+    tests.mkdir()
+    source = tests / "test_kernels.py"
+    compiles = leg(name="compiles", mode="compile", backends={}, tests=(str(tests),))
+    monkeypatch.setattr(ci.leg, "load_legs", lambda: {"compiles": compiles})
+    source.write_text("def test_nothing(): pass\n")
+    code, result = run(tmp_path, "compiles")
+    assert code == 1
+    assert result["problems"] == ["no compiled kernel was recorded: a leg that compiles nothing fails"]
+    source.write_text(
+        "def test_two(record_property):\n"
+        "    record_property('kernel:gfx950/decode', '{\"registers\": 128, \"spills\": 0}')\n"
+        "    record_property('kernel:gfx942/decode', '{\"registers\": 256, \"spills\": 3}')\n"
+        "    record_property('another', 'thing')\n"
+    )
+    code, result = run(tmp_path, "compiles")
+    assert (code, result["problems"]) == (0, [])
+    assert result["compiled"] == {
+        "gfx942/decode": {"registers": 256, "spills": 3},
+        "gfx950/decode": {"registers": 128, "spills": 0},
+    }
 
 
 def test_a_leg_without_a_test_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
