@@ -36,7 +36,7 @@ def store_row(
 ) -> tuple[float, float, int]:
     """(time, spread, bytes) of one store of ``tokens`` bf16 tokens."""
     bound = checks.bound_for(preset, layout, d, heads, checks="off")
-    store = checks.store_of(bound.layout, DEVICE, **options)
+    store = checks.store_of(bound.layout, **options)
     size = tokens * heads * (2 * d * 2 + bound.layout.slot_bytes)
     blocks = -(-tokens // 16)
     calls, g = [], torch.Generator(DEVICE).manual_seed(0)
@@ -58,7 +58,7 @@ def dequantize_row(
 ) -> tuple[float, float, int]:
     """(time, spread, bytes) of one sequence dequantised to bf16."""
     bound = checks.bound_for(preset, layout, d, heads, checks="off")
-    run = checks.dequantize_of(bound.layout, DEVICE, **options)
+    run = checks.dequantize_of(bound.layout, **options)
     size = tokens * heads * (2 * d * 2 + bound.layout.slot_bytes)
     blocks = -(-tokens // 16)
     starts = torch.zeros(1, dtype=torch.int32, device=DEVICE)
@@ -67,7 +67,7 @@ def dequantize_row(
     for i in range(copies_for(size)):
         cache = bound.allocate(blocks, DEVICE)
         key = torch.randn(tokens, heads, d, device=DEVICE).bfloat16()
-        checks.store_of(bound.layout, DEVICE)(key, key, cache.data, torch.arange(tokens, device=DEVICE))
+        checks.store_of(bound.layout)(key, key, cache.data, torch.arange(tokens, device=DEVICE))
         table = torch.randperm(blocks, device=DEVICE).int()[None]
         k, v = torch.empty_like(key), torch.empty_like(key)
         if i == 0:

@@ -17,6 +17,7 @@ from turboquant_rocm.layouts import Layout
 from turboquant_rocm.layouts.convert import canonicalize
 from turboquant_rocm.layouts.views import allocate, field_view
 from turboquant_rocm.spec import Preset
+from turboquant_rocm.target import detect
 
 PRESETS = ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc")
 HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
@@ -30,12 +31,14 @@ OTHER_WIDTHS = (
 """Bit widths that no bundled preset has: a width must never be hard-coded behind a parameter."""
 
 
-def store_of(layout: Layout, device: str, **options: Any) -> Store:
-    return Store(layout, **options)
+def store_of(layout: Layout, vendor: str | None = None, **options: Any) -> Store:
+    """The store kernel for ``vendor``'s GPUs, default this machine's."""
+    return Store(layout, vendor or detect().vendor, **options)
 
 
-def dequantize_of(layout: Layout, device: str, **options: Any) -> Dequantize:
-    return Dequantize(layout, **options)
+def dequantize_of(layout: Layout, vendor: str | None = None, **options: Any) -> Dequantize:
+    """The dequantise kernel for ``vendor``'s GPUs, default this machine's."""
+    return Dequantize(layout, vendor or detect().vendor, **options)
 
 
 def bound_for(preset: str | Preset, layout: str, head_size: int, heads: int = 2, **more: Any) -> BoundLayer:
@@ -127,7 +130,7 @@ def combinations() -> Iterator[tuple[str | Preset, str, int]]:
 # ---- store -------------------------------------------------------------------------------------------------
 
 
-def check_golden(case: GoldenCase, device: str) -> None:
+def check_golden(case: GoldenCase, device: str, vendor: str | None = None) -> None:
     """Bytes of a published implementation where any correct one must agree; 0xCD where nothing is stored."""
     bound = reference(
         layer_spec(case.head_size, NUM_KV_HEADS, 16, case.dtype), case.preset, case.layout, case.block_size
@@ -136,7 +139,7 @@ def check_golden(case: GoldenCase, device: str) -> None:
     cache = bound.allocate(case.cache.shape[0], device, fill=FILL)
     key, value = case.tensor("key").to(device), case.tensor("value").to(device)
     counted = torch.zeros(2, dtype=torch.int32, device=device)
-    store_of(layout, device)(key, value, cache.data, case.slots.to(device), counted)
+    store_of(layout, vendor)(key, value, cache.data, case.slots.to(device), counted)
     assert not counted.any()
 
     want = allocate(layout, case.cache.shape[0], "cpu")
@@ -178,7 +181,7 @@ def check_against_reference(
     flat(got.data).fill_(FILL)
     count, counted = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32, device=device)
     bound.store(key, value, want, slots, nonfinite=count)
-    store_of(bound.layout, device)(key.to(device), value.to(device), got.data, slots.to(device), counted)
+    store_of(bound.layout)(key.to(device), value.to(device), got.data, slots.to(device), counted)
     assert differences(got, want, bound.layout) == {}
     assert torch.equal(counted.cpu(), count)
 
@@ -197,7 +200,7 @@ def check_same_bytes_in_pieces(preset: str, layout: str, head_size: int, device:
         ([17], 16, torch.int32),
     ):
         cache = bound.allocate(2, device, fill=FILL)
-        store = store_of(bound.layout, device, rows_per_program=rows)
+        store = store_of(bound.layout, rows_per_program=rows)
         at = 0
         for n in pieces:
             piece = slice(at, at + n)
@@ -218,7 +221,7 @@ def check_strided_inputs(preset: str, layout: str, device: str) -> None:
     assert not key.is_contiguous()
     assert slots.stride(0) == 2
     got, want = bound.allocate(2, device, fill=FILL), bound.allocate(2, device, fill=FILL)
-    store = store_of(bound.layout, device)
+    store = store_of(bound.layout)
     store(key, value, got.data, slots)
     store(key.contiguous(), value.contiguous(), want.data, slots.contiguous())
     assert torch.equal(got.data, want.data)
@@ -237,7 +240,7 @@ def check_neighbours(kind: str, preset: str, layout: str, device: str) -> None:
         v[3, 0] = hostile(kind, (64,), g, torch.bfloat16) if poison else 0
         cache = bound.allocate(1, device, fill=FILL)
         counted = torch.zeros(2, dtype=torch.int32, device=device)
-        store_of(bound.layout, device)(
+        store_of(bound.layout)(
             k.to(device), v.to(device), cache.data, torch.arange(6, device=device), counted
         )
         zeroed.append(counted.tolist())
@@ -255,9 +258,7 @@ def check_fields_are_finite(preset: str, layout: str, dtype: str, device: str) -
     value = torch.cat([hostile(kind, (1, 2, 64), g, torch_dtype) for kind in FINITE])
     n = len(FINITE)
     cache = bound.allocate(1, device)
-    store_of(bound.layout, device)(
-        key.to(device), value.to(device), cache.data, torch.arange(n, device=device)
-    )
+    store_of(bound.layout)(key.to(device), value.to(device), cache.data, torch.arange(n, device=device))
     data = cache.data.cpu()
     for name, place in bound.layout.places:
         if place.nbytes == 2 and name != "key_data":
@@ -287,7 +288,7 @@ def check_codes(preset: str | Preset, layout: str, device: str) -> None:
     layout_, bits = bound.layout, bound.decision.preset.key_bits
     key, value = (gaussian((n, 1, d), g, torch.bfloat16) for _ in range(2))
     cache = bound.allocate(n // 16, device)
-    store_of(layout_, device)(key.to(device), value.to(device), cache.data, torch.arange(n, device=device))
+    store_of(layout_)(key.to(device), value.to(device), cache.data, torch.arange(n, device=device))
     data = cache.data.cpu()
 
     def codes(field: str, width: int) -> torch.Tensor:
@@ -303,7 +304,7 @@ def check_codes(preset: str | Preset, layout: str, device: str) -> None:
     v = torch.empty(n, 1, d, device=device)
     table = torch.arange(n // 16, dtype=torch.int32, device=device)[None]
     cu = torch.tensor([0, n], dtype=torch.int32, device=device)
-    dequantize_of(layout_, device)(cache.data, table, cu[:1], cu, k, v)
+    dequantize_of(layout_)(cache.data, table, cu[:1], cu, k, v)
     rotated = k[:, 0].cpu().double() @ torch.from_numpy(rotation(d).copy()).T
     c = torch.from_numpy(centroids(d, bits).copy()).double()[found]
     size = (rotated * c).sum(-1, keepdim=True) / (c * c).sum(-1, keepdim=True)
@@ -343,9 +344,7 @@ def check_dequantize(
     v = torch.full((total + 2, 3, dv), 7.0, dtype=dtype, device=device)
     here = bound.allocate(blocks, device)
     flat(here.data).copy_(flat(cache.data))
-    dequantize_of(bound.layout, device)(
-        here.data, table.to(device), starts.to(device), want.cu_lens.to(device), k, v
-    )
+    dequantize_of(bound.layout)(here.data, table.to(device), starts.to(device), want.cu_lens.to(device), k, v)
     k, v = k.cpu(), v.cpu()
     assert (k[total:] == 7).all()
     assert (v[total:] == 7).all()

@@ -60,8 +60,8 @@ class FlydslOps:
         self.fixed_splits = splits
         self.runtime: Runtime = runtime or device_runtime
         self._plans: dict[tuple[Any, ...], Plan] = {}
-        self._store = Store(layout)
-        self._dequantize = Dequantize(layout)
+        self._store = Store(layout, decision.target.vendor)
+        self._dequantize = Dequantize(layout, decision.target.vendor)
 
     def store(
         self,

@@ -432,11 +432,16 @@ def dequantize_constexprs(layout: Layout) -> dict[str, Any]:
 
 
 class Dequantize:
-    """The dequantise of one layer: everything that depends on the layout alone is fixed when it is made."""
+    """The dequantise of one layer: everything that depends on the layout alone is fixed when it is made.
 
-    def __init__(self, layout: Layout, *, rows_per_program: int | None = None, num_warps: int = 1) -> None:
+    vendor, rows_per_program: as in :class:`.store.Store`.
+    """
+
+    def __init__(
+        self, layout: Layout, vendor: str, *, rows_per_program: int | None = None, num_warps: int = 1
+    ) -> None:
         self.layout = layout
-        self.rows = rows_per_program or default_rows(layout)
+        self.rows = rows_per_program or default_rows(layout, vendor)
         self.num_warps = num_warps
         self.constants = dequantize_constexprs(layout)
 

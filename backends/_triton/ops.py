@@ -291,8 +291,8 @@ class TritonOps:
         self._matrix: dict[tuple[torch.device, bool], torch.Tensor] = {}
         self._window = self.layer.window or 0
         self._soft_cap = self.layer.soft_cap or 0.0
-        self._store = Store(layout)
-        self._dequantize = Dequantize(layout)
+        self._store = Store(layout, decision.target.vendor)
+        self._dequantize = Dequantize(layout, decision.target.vendor)
 
     # ---- store ------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ import triton.language as tl
 
 from ...codebook import centroids, midpoints
 from ...layouts import FIELD_NAMES, Layout
-from ...spec import NormMeaning
+from ...spec import NormMeaning, SpecError
 from .rotation import add_run, rotation_table, sylvester
 
 __all__ = [
@@ -656,29 +656,33 @@ def tile_rows(layout: Layout, vendor: str) -> int:
     More on AMD spills scalar registers, which hold a mask for every comparison in flight. Rotations with m > 1 have
     their mixed runs in registers too: half of that on NVIDIA.
     """
-    elements = {"nvidia": 32 * 32, "amd": 64 * 8}[vendor]
+    sizes = {"nvidia": 32 * 32, "amd": 64 * 8}
+    if vendor not in sizes:
+        raise SpecError("target vendor", vendor, " or ".join(sizes))
+    elements = sizes[vendor]
     if vendor == "nvidia" and not layout.preset.fp8_keys and rotation_table(layout.head_size).m > 1:
         elements //= 2
     width = max(triton.next_power_of_2(layout.head_size), triton.next_power_of_2(layout.value_head_size))
     return max(1, min(16, elements // width))
 
 
-def default_rows(layout: Layout) -> int:
-    """:func:`tile_rows` for the GPU of this build of torch; many rows in the interpreter, where programs are slow."""
-    if triton.knobs.runtime.interpret:
-        return 128
-    return tile_rows(layout, "amd" if torch.version.hip else "nvidia")
+def default_rows(layout: Layout, vendor: str) -> int:
+    """:func:`tile_rows`; many rows in the interpreter, where programs are slow."""
+    return 128 if triton.knobs.runtime.interpret else tile_rows(layout, vendor)
 
 
 class Store:
     """The store of one layer: everything that depends on the layout alone is fixed when it is made.
 
-    rows_per_program: tile, default by the GPU's vendor. The bytes do not depend on it.
+    vendor: of the target that the layer was decided for, "amd" or "nvidia". rows_per_program: tile, default by the
+    vendor. The bytes do not depend on it.
     """
 
-    def __init__(self, layout: Layout, *, rows_per_program: int | None = None, num_warps: int = 1) -> None:
+    def __init__(
+        self, layout: Layout, vendor: str, *, rows_per_program: int | None = None, num_warps: int = 1
+    ) -> None:
         self.layout = layout
-        self.rows = rows_per_program or default_rows(layout)
+        self.rows = rows_per_program or default_rows(layout, vendor)
         self.num_warps = num_warps
         self.constants = store_constexprs(layout)
 

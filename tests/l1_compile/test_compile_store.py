@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("triton", reason="nothing to compile with")
+from tests.cases import layer_spec
+from turboquant_rocm import Decision, SpecError, Target, bind, get_preset, make_layout
+
+triton = pytest.importorskip("triton", reason="nothing to compile with")
 
 LDS = {"gfx942": 64 << 10, "gfx950": 160 << 10, "sm_80": 160 << 10, "sm_90": 224 << 10}
 
@@ -46,6 +49,23 @@ def check(rows: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("arch", LDS)
 def test_representative(arch):
     check(table(arch))
+
+
+@pytest.mark.skipif(triton.knobs.runtime.interpret, reason="interpreted kernels have one tile everywhere")
+@pytest.mark.parametrize("layout", ["aos", "soa"])
+def test_tiles_are_those_of_the_target(layout: str):
+    """A decision for another vendor's GPU launches that vendor's tile, whatever this build of torch is for."""
+    from turboquant_rocm.backends._triton.store import Store, tile_rows
+
+    rows = {}
+    for vendor, arch in (("amd", "gfx942"), ("amd", "gfx950"), ("nvidia", "sm_90")):
+        layer, preset = layer_spec(128, 2, 4), get_preset("4bit_nc")
+        bound = bind(Decision(layer, Target(vendor, arch), preset, 16, f"triton_{layout}", layout))
+        rows[arch] = bound.ops._store.rows
+        assert bound.ops._dequantize.rows == rows[arch] == tile_rows(bound.layout, vendor)
+    assert rows["gfx942"] == rows["gfx950"] < rows["sm_90"]
+    with pytest.raises(SpecError, match=r"target vendor='cpu' \(wants nvidia or amd"):
+        Store(make_layout(layout, "4bit_nc", 128, 2, 16), "cpu")
 
 
 @pytest.mark.slow

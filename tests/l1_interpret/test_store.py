@@ -95,7 +95,7 @@ def test_codes(preset, layout, device):
 def test_nothing_to_store(device):
     bound = checks.bound_for("4bit_nc", "soa", 64)
     cache = bound.allocate(1, device, fill=FILL)
-    store = checks.store_of(bound.layout, device)
+    store = checks.store_of(bound.layout)
     empty = torch.empty(0, 2, 64, dtype=torch.bfloat16)
     store(empty, empty, cache.data, torch.empty(0, dtype=torch.int64))
     some = torch.randn(5, 2, 64).bfloat16()

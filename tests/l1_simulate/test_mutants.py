@@ -157,9 +157,9 @@ def test_source_mutant_is_killed(m: Source, tmp_path: Path, monkeypatch: pytest.
     module = mutated_module(m, tmp_path)
     p = problem(m.arch, m.layout, m.preset, m.head_size, **m.options)
     if m.module == "store":
-        by = killed_by(p, m.arch, "store", store=module.Store(p.bound.layout))
+        by = killed_by(p, m.arch, "store", store=module.Store(p.bound.layout, "amd"))
     elif m.module == "dequantize":
-        monkeypatch.setattr(p.bound.ops, "_dequantize", module.Dequantize(p.bound.layout))
+        monkeypatch.setattr(p.bound.ops, "_dequantize", module.Dequantize(p.bound.layout, "amd"))
         by = killed_by(p, m.arch, "dequantize")
     else:
         kernel = f"{m.module}_kernel"

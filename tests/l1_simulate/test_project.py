@@ -79,15 +79,9 @@ DEFAULT = [c for c in GOLDEN if c.head_size == 64 and c.block_size == 16]
 @pytest.mark.parametrize(
     "case", [c if c in DEFAULT else pytest.param(c, marks=pytest.mark.slow) for c in GOLDEN], ids=str
 )
-def test_store_equals_golden(
-    arch: str, case: golden_data.GoldenCase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from turboquant_rocm.backends._triton import store
-
-    # The AMD tile: by itself the host would take the one of the GPU that its build of torch is for.
-    monkeypatch.setattr(store, "default_rows", lambda layout: store.tile_rows(layout, "amd"))
+def test_store_equals_golden(arch: str, case: golden_data.GoldenCase) -> None:
     with simulated_launches(arch) as log:
-        store_checks.check_golden(case, "cpu")
+        store_checks.check_golden(case, "cpu", vendor="amd")
     assert log, "nothing was launched on the simulated GPU"
 
 

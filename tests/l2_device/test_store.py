@@ -42,7 +42,7 @@ def test_many_random_vectors(preset, layout, dtype, device):
     )
     slots = torch.randperm(tokens, generator=g)
     got, want = bound.allocate(tokens // 16, device), bound.allocate(tokens // 16, "cpu")
-    checks.store_of(bound.layout, device)(key.to(device), value.to(device), got.data, slots.to(device))
+    checks.store_of(bound.layout)(key.to(device), value.to(device), got.data, slots.to(device))
     bound.store(key, value, want, slots)
     assert checks.differences(got, want, bound.layout) == {}
 
@@ -107,7 +107,7 @@ def test_cache_above_2_gib(layout, device):
     g = torch.Generator().manual_seed(1)
     key, value = (torch.randn(32, 8, 128, generator=g).bfloat16().to(device) for _ in range(2))
     position = torch.arange(16, device=device)
-    store = checks.store_of(bound.layout, device)
+    store = checks.store_of(bound.layout)
     store(key, value, cache.data, torch.cat([position, (blocks - 1) * 16 + position]))
     store(key, value, small.data, torch.arange(32, device=device))
     assert torch.equal(cache.data[0], small.data[0])
@@ -120,7 +120,7 @@ def test_cache_above_2_gib(layout, device):
     for data, ids in ((cache.data, [0, blocks - 1]), (small.data, [0, 1])):
         table = torch.tensor([ids], dtype=torch.int32, device=device)
         k, v = (torch.empty(32, 8, 128, dtype=torch.bfloat16, device=device) for _ in range(2))
-        checks.dequantize_of(bound.layout, device)(data, table, starts, rows, k, v)
+        checks.dequantize_of(bound.layout)(data, table, starts, rows, k, v)
         read.append((k, v))
     assert torch.equal(read[0][0], read[1][0])
     assert torch.equal(read[0][1], read[1][1])
