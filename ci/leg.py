@@ -70,7 +70,7 @@ def _no_tests() -> TestReport:
 
 
 def read_junit(path: Path) -> TestReport:
-    """Counts, failures with their first line, skips with their reasons, and compiled kernels, of a JUnit file of pytest.
+    """What a JUnit file of pytest says: counts, failures with their first line, skips with their reasons.
 
     compiled: what tests recorded as properties "kernel:NAME" (tests/l1_compile/conftest.py): registers, spills, LDS.
     """

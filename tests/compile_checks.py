@@ -24,6 +24,7 @@ from turboquant_rocm.backends._triton.reduce import reduce_kernel
 from turboquant_rocm.target import get_target
 
 ARCHES = ("gfx942", "gfx950", "sm_80", "sm_90")
+"""Those that tiles are chosen for (configs/tuned): no kernel may spill there."""
 _TYPES = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.uint8: "*u8", torch.int32: "*i32",
 }  # fmt: skip
@@ -64,6 +65,19 @@ class Built:
     lds: int
     loads: tuple[str, ...]
     matrix: int
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """What may not rise, for the result file."""
+        return {"registers": self.registers, "spills": self.spills, "scratch": self.scratch, "lds": self.lds}
+
+
+def gpu_target(arch: str) -> GPUTarget:
+    """Triton's name of an architecture of configs/targets.yaml."""
+    target = get_target(arch)
+    if target.vendor == "amd":
+        return GPUTarget("hip", arch, target.wave_size)
+    return GPUTarget("cuda", int(arch.removeprefix("sm_")), target.wave_size)
 
 
 def specs(full: bool) -> Iterator[Spec]:
@@ -125,12 +139,12 @@ def build(arch: str, spec: Spec) -> Built:
         constants = plan.decode_constants(plan.columns(spec.queries), multi, spec.direct, spec.direct)
         if spec.direct:
             types = {"out_ptr": torch.bfloat16}
-    compiled = compile_for(target.vendor, arch, kernel, constants, types)
+    compiled = compile_for(arch, kernel, constants, types)
     return read_amd(compiled) if target.vendor == "amd" else read_nvidia(compiled)
 
 
 def compile_for(
-    vendor: str, arch: str, kernel: Any, constants: Mapping[str, Any], types: Mapping[str, torch.dtype]
+    arch: str, kernel: Any, constants: Mapping[str, Any], types: Mapping[str, torch.dtype]
 ) -> Any:
     constants = dict(constants)
     options = {name: constants.pop(name) for name in _OPTIONS if name in constants}
@@ -148,8 +162,7 @@ def compile_for(
             signature[name] = "fp32" if isinstance(stand_in, float) else "i32"
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, values, divisible)
-    target = GPUTarget("hip", arch, 64) if vendor == "amd" else GPUTarget("cuda", int(arch[3:]), 32)
-    return triton.compile(source, target=target, options=options)
+    return triton.compile(source, target=gpu_target(arch), options=options)
 
 
 def read_amd(compiled: Any) -> Built:
@@ -167,11 +180,12 @@ def read_amd(compiled: Any) -> Built:
         number("private_segment_fixed_size"),
         compiled.metadata.shared,
         tuple(sorted(set(loads))),
-        len(re.findall(r"^\s+v_mfma", text, re.M)),
+        len(re.findall(r"^\s+v_(?:mfma|wmma)", text, re.M)),
     )
 
 
-def read_nvidia(compiled: Any) -> Built:
+def nvidia_usage(compiled: Any) -> tuple[int, int]:
+    """(registers of a thread, bytes of its stack), from the cubin."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -179,11 +193,16 @@ def read_nvidia(compiled: Any) -> Built:
         text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=False)
     usage = re.search(r"REG:(\d+) STACK:(\d+)", text.stdout + text.stderr)
     assert usage, text.stdout + text.stderr
+    return int(usage[1]), int(usage[2])
+
+
+def read_nvidia(compiled: Any) -> Built:
+    registers, stack = nvidia_usage(compiled)
     ptx = compiled.asm["ptx"]
     loads = re.findall(r"ld\.global(?:\.[a-z0-9:_]+)*?((?:\.v\d)?\.[bsu]\d+)", ptx)
     return Built(
-        int(usage[1]), int(usage[2]), int(usage[2]), compiled.metadata.shared, tuple(sorted(set(loads))),
-        len(re.findall(r"mma\.sync|wgmma\.mma_async", ptx)),
+        registers, stack, stack, compiled.metadata.shared, tuple(sorted(set(loads))),
+        len(re.findall(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma", ptx)),
     )  # fmt: skip
 
 
@@ -201,7 +220,6 @@ def problems(arch: str, spec: Spec, built: Built) -> list[str]:
         narrow = [n for n in built.loads if "byte" in n or n.endswith(("b8", "u8", "s8", "i8"))]
         if narrow:
             found.append(f"byte loads: {narrow}")
-        wide = "dword" if arch.startswith("gfx") else "32"
-        if not any(wide in n for n in built.loads):
+        if not any(re.search("dword|32|64|128", n) for n in built.loads):
             found.append(f"no load of words: {built.loads}")
     return found

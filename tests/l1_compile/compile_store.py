@@ -1,6 +1,6 @@
 """Compiles store and dequantise for a GPU that need not be here, and prints what came out as JSON lines.
 
-    python -m tests.l1_compile.compile_store gfx942 [--all]
+    python -m tests.l1_compile.compile_store gfx942 [--few | --all]
 
 A process of its own, since kernels that were imported under the interpreter cannot be compiled.
 """
@@ -10,23 +10,17 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from tests.compile_checks import gpu_target, nvidia_usage
 from turboquant_rocm.backends._triton import dequantize, store
 from turboquant_rocm.layouts import Layout, make_layout
 
-TARGETS = {
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-    "gfx950": GPUTarget("hip", "gfx950", 64),
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-}
 PRESETS = ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc")
 HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
 SOME = (
@@ -36,12 +30,16 @@ SOME = (
     ("4bit_nc", "soa", 96),
     ("4bit_nc", "soa", 256),
 )
+FEW = (("4bit_nc", "soa", 128), ("k8v4", "aos", 128))
 KNOBS = ("use_block_pingpong", "use_async_copy")
 HEADS = 8
 
 
-def specialisations(everything: bool) -> Iterator[tuple[str, str, int]]:
-    yield from product(PRESETS, ("soa", "aos"), HEAD_SIZES) if everything else SOME
+def specialisations(options: Sequence[str]) -> Iterator[tuple[str, str, int]]:
+    if "--all" in options:
+        yield from product(PRESETS, ("soa", "aos"), HEAD_SIZES)
+    else:
+        yield from FEW if "--few" in options else SOME
 
 
 def compile_kernel(kernel: Any, constants: dict[str, Any], pointers: dict[str, str], arch: str) -> Any:
@@ -54,7 +52,9 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], pointers: dict[str, s
         if n in pointers or (n.endswith("stride") and n not in constants)
     }
     source = ASTSource(kernel, signature, constants, aligned)
-    return triton.compile(source, target=TARGETS[arch], options={"num_warps": 1, "enable_fp_fusion": False})
+    return triton.compile(
+        source, target=gpu_target(arch), options={"num_warps": 1, "enable_fp_fusion": False}
+    )
 
 
 def jobs(layout: Layout, arch: str) -> Iterator[tuple[str, Any]]:
@@ -72,20 +72,27 @@ def resources(compiled: Any, arch: str) -> dict[str, Any]:
     """Registers, spills, scratch and shared memory, and how wide the accesses to global memory are."""
     if arch.startswith("gfx"):
         text = compiled.asm["amdgcn"]
-        names = (
-            "vgpr_count",
-            "sgpr_count",
-            "vgpr_spill_count",
-            "sgpr_spill_count",
-            "private_segment_fixed_size",
-        )
-        found = {n: int(re.search(rf"\.{n}:\s*(\d+)", text)[1]) for n in names}  # type: ignore[index]
-        wide = {kind: len(re.findall(rf"(?:global|buffer)_{kind}_dword", text)) for kind in ("load", "store")}
+
+        def number(name: str) -> int:
+            return int(re.search(rf"\.{name}:\s*(\d+)", text)[1])  # type: ignore[index]
+
+        found = {
+            "registers": number("vgpr_count"),
+            "scalar_registers": number("sgpr_count"),
+            "spills": number("vgpr_spill_count") + number("sgpr_spill_count"),
+            "scratch": number("private_segment_fixed_size"),
+        }
+        wide = {
+            kind: len(re.findall(rf"(?:global|buffer)_{kind}_(?:dword|b(?:32|64|96|128))", text))
+            for kind in ("load", "store")
+        }
     else:
         text = compiled.asm["sass"]
+        registers, stack = nvidia_usage(compiled)
         found = {
-            "local_stores": len(re.findall(r"\bSTL\b", text)),
-            "local_loads": len(re.findall(r"\bLDL\b", text)),
+            "registers": registers,
+            "spills": len(re.findall(r"\b(?:STL|LDL)\b", text)),
+            "scratch": stack,
         }
         wide = {
             "load": len(re.findall(r"\bLDG\.E(?!\.(?:U|S)?(?:8|16))", text)),
@@ -99,12 +106,12 @@ def resources(compiled: Any, arch: str) -> dict[str, Any]:
     }
 
 
-def main(arch: str, everything: bool) -> None:
+def main(arch: str, options: Sequence[str]) -> None:
     amd = arch.startswith("gfx")
     for knobs in ({}, dict.fromkeys(KNOBS, True)) if amd else ({},):
         for name, on in knobs.items():
             setattr(triton.knobs.amd, name, on)
-        for preset, layout_name, head_size in specialisations(everything):
+        for preset, layout_name, head_size in specialisations(options):
             layout = make_layout(layout_name, preset, head_size, HEADS, 16)
             for kernel, compiled in jobs(layout, arch):
                 row = {
@@ -121,4 +128,4 @@ def main(arch: str, everything: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], "--all" in sys.argv[2:])
+    main(sys.argv[1], sys.argv[2:])

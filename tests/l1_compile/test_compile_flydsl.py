@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.resources import files
 from typing import Any
 
@@ -46,9 +47,17 @@ def config(
     return DecodeConfig.of(arch, layout, gqa, **options)
 
 
-def check_resources(code: Any, arch: str) -> None:
+def check_resources(code: Any, arch: str, name: str, record: Callable[..., None]) -> None:
     """No spill, no scratch, four waves per SIMD by registers and by LDS."""
     limits = LIMITS[arch]
+    record(
+        arch,
+        f"flydsl-{name}",
+        registers=code.resource("vgpr_count"),
+        spills=code.resource("vgpr_spill_count") + code.resource("sgpr_spill_count"),
+        scratch=code.resource("private_segment_fixed_size"),
+        lds=code.resource("group_segment_fixed_size"),
+    )
     for field in ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size"):
         assert code.resource(field) == 0, field
     assert "scratch_" not in code.assembly
@@ -62,9 +71,9 @@ def check_resources(code: Any, arch: str) -> None:
     "variant", [v if v == "published" else pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS]
 )
 @pytest.mark.parametrize("arch", ARCHES)
-def test_decode(arch: str, variant: str):
+def test_decode(arch: str, variant: str, record_kernel: Callable[..., None]):
     code = compiled("decode", config(arch, **VARIANTS[variant]), arch)
-    check_resources(code, arch)
+    check_resources(code, arch, f"decode-{variant}", record_kernel)
     counts = steady_state(code.assembly)
     assert counts["mfma"] == (24 if arch == "gfx950" else 48), (
         "the steady-state loop is not the one that was counted"
@@ -80,5 +89,6 @@ def test_decode(arch: str, variant: str):
 @pytest.mark.parametrize("kind", ["prepare", "reduce"])
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.slow
-def test_rows(arch: str, kind: str, dtype: str):
-    check_resources(compiled(kind, RowConfig(arch, 64, dtype, multi=True, sinks=True, lse=True), arch), arch)
+def test_rows(arch: str, kind: str, dtype: str, record_kernel: Callable[..., None]):
+    code = compiled(kind, RowConfig(arch, 64, dtype, multi=True, sinks=True, lse=True), arch)
+    check_resources(code, arch, f"{kind}-{dtype}", record_kernel)
