@@ -1,7 +1,9 @@
 """Every Triton kernel of the project on both simulated GPUs: store bytes equal to the reference and to the golden
-vectors, decode within the tolerance of real devices, dequantise equal to the reference.
+vectors, decode held to the bar of real devices (tests/decode_checks.py), dequantise equal to the reference.
 
-The default list has head size 64; 128 and 256, hostile data and all golden caches are marked slow.
+Decode, reduce and dequantise of every preset, layout and head size are in the default list. So is store: at head size
+64 here, at 128 and 256 in the cases that every leg runs (ci/caselist.py); here these, hostile data and the other golden
+caches are marked slow.
 """
 
 from __future__ import annotations
@@ -20,26 +22,32 @@ from tests import golden_data, store_checks
 from .project import (
     LAYOUTS,
     PRESETS,
-    TOLERANCE,
-    decode_error,
+    decode_fault,
     dequantize_error,
     problem,
     store_differences,
 )  # fmt: skip
 
-SIZES = [64, pytest.param(128, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)]
+SIZES = (64, 128, 256)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "head_size", [64, pytest.param(128, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)]
+)
+def test_store(arch: str, layout: str, preset: str, head_size: int) -> None:
+    assert store_differences(problem(arch, layout, preset, head_size), arch) == {}
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("head_size", SIZES)
-def test_store_and_decode(arch: str, layout: str, preset: str, head_size: int) -> None:
-    p = problem(arch, layout, preset, head_size)
-    assert store_differences(p, arch) == {}
-    worst, lse, log = decode_error(p, arch)
-    assert worst < TOLERANCE
-    assert lse < 2e-3
+def test_decode_and_reduce(arch: str, layout: str, preset: str, head_size: int) -> None:
+    fault, log = decode_fault(problem(arch, layout, preset, head_size), arch)
+    assert not fault
     assert [x.name for x in log] == ["prepare_kernel", "decode_kernel", "reduce_kernel"]
 
 
@@ -57,10 +65,9 @@ def test_dequantize(arch: str, layout: str, preset: str, head_size: int) -> None
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.slow
 def test_decode_options(arch: str, options: dict[str, Any], splits: int) -> None:
-    p = problem(arch, "soa", "turboquant_4bit_nc", 64, splits, **options)
-    worst, lse, _ = decode_error(p, arch)
-    assert worst < TOLERANCE
-    assert lse < 2e-3
+    fault, log = decode_fault(problem(arch, "soa", "turboquant_4bit_nc", 64, splits, **options), arch)
+    assert not fault
+    assert len(log) == (2 if splits == 1 else 3)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
