@@ -76,6 +76,11 @@ class LayerOps(Protocol):
     ) -> None: ...
 
 
+def _padded(width: int) -> int:
+    """Elements of a row of ``width`` in the workspace, at most."""
+    return max(128, 1 << (width - 1).bit_length())
+
+
 @dataclass(frozen=True, slots=True)
 class Backend:
     """Declaration of one backend.
@@ -85,9 +90,9 @@ class Backend:
     :class:`LayerOps`, module relative to ``turboquant_rocm.backends``. automatic: False for backends that only
     an explicit request may choose. ready: False while the kernels are not in this version; such a backend is
     never chosen, and reports show where it would be (docs/adr/0003-planned-backends.md). max_splits: most partial
-    results per query row and head that decode keeps in its workspace (0: it needs none). rel_tol:
-    largest relative L2 error of decode against the fp64 oracle over the dequantised cache that is accepted, per
-    query dtype.
+    results per query row and head that decode keeps in its workspace (0: it needs none). max_columns: most (query
+    token, head) pairs of a KV head that one program serves. rel_tol: largest relative L2 error of decode against the
+    fp64 oracle over the dequantised cache that is accepted, per query dtype.
     """
 
     name: str
@@ -98,6 +103,7 @@ class Backend:
     automatic: bool = True
     ready: bool = True
     max_splits: int = 0
+    max_columns: int = 16
     rel_tol: tuple[tuple[str, float], ...] = (("bf16", 1e-2), ("fp16", 2e-3))
     description: str = ""
 
@@ -106,17 +112,25 @@ class Backend:
         return refusals(self.requires, request)
 
     def workspace_bytes(self, layer: LayerSpec, rows: int, compute_units: int | None) -> int:
-        """Upper bound of the bytes of partial results that decode keeps for up to ``rows`` query rows.
+        """Upper bound of the scratch bytes that decode takes for up to ``rows`` query rows of one call.
 
-        A partial result is an fp32 output row and its two softmax terms. Kernels split sequences until about
-        16 programs per compute unit are busy, and never into more than ``max_splits`` parts.
+        Kept per row and query head: the prepared query with its scale, and for each split a partial result (an fp32
+        output row and its softmax term). Rows are padded to powers of two of at least 128. Kernels split sequences
+        until at most 16 programs per compute unit are busy, and never into more than ``max_splits`` parts; a program
+        serves up to ``max_columns`` (query token, head) pairs of one KV head.
         """
+        if not self.max_splits:
+            return 0
         programs = 16 * (compute_units or 256)
+        tokens = max(1, self.max_columns // layer.gqa_ratio)  # that one program serves
         worst = 0
-        for batch in {min(1 << k, rows) for k in range(rows.bit_length() + 1)}:
-            splits = min(self.max_splits, -(-programs // (batch * layer.num_kv_heads)))
-            worst = max(worst, batch * splits)
-        return worst * layer.num_heads * (layer.value_size + 2) * 4
+        for tiles in {-(-rows // tokens), *(min(1 << k, rows) for k in range(rows.bit_length() + 1))}:
+            splits = min(self.max_splits, -(-programs // (tiles * layer.num_kv_heads)))
+            worst = max(worst, min(tiles * tokens, rows) * splits)
+        query = 2 * (_padded(layer.head_size) + 4) + 4
+        partial = 4 * (_padded(layer.value_size) + 1)
+        aligned = 4 * 256  # four arrays, each at a multiple of 256
+        return layer.num_heads * (rows * query + worst * partial) + aligned
 
     def tolerance(self, dtype: str) -> float:
         """``rel_tol`` of a query dtype."""

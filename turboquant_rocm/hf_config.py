@@ -169,6 +169,13 @@ class Fields:
             raise SpecError(self.name(key), value, "a list")
         return value
 
+    def nested(self, key: str) -> Fields:
+        """The mapping under ``key``, empty if it is not there."""
+        value = self.data.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            raise SpecError(self.name(key), value, "a mapping")
+        return Fields(value or {}, self.name(f"{key}."))
+
     def indices(self, key: str, count: int, base: int = 0) -> frozenset[int] | None:
         """A list of layer indices, numbered from ``base``."""
         value = self.listing(key)
@@ -217,6 +224,8 @@ def decoder_fields(config: Mapping[str, Any]) -> tuple[Fields, str]:
             break
         inner = next((key for key in NESTED if isinstance(fields.data.get(key), Mapping)), None)
         if inner is None:
+            for key in NESTED:
+                fields.nested(key)
             break
         fields = Fields(fields.data[inner], f"{fields.path}{inner}.")
     model_type = fields.data.get("model_type")
@@ -401,18 +410,15 @@ def _from_block_configs(d: Depth) -> Words | None:
     if found is None:
         return None
     words = []
-    for attention in found:
-        absent = bool(attention.get("no_op")) or bool(attention.get("replace_with_linear"))
-        words.append("none" if absent else "full")
+    for index, attention in enumerate(found):
+        block = Fields(attention, d.fields.name(f"block_configs[{index}].attention."))
+        words.append("none" if block.flag("no_op") or block.flag("replace_with_linear") else "full")
     return words
 
 
 def _from_linear_attn_config(d: Depth) -> Words | None:
     """Kimi-Linear: two lists of layer numbers that start at 1."""
-    inner = d.fields.data.get("linear_attn_config")
-    if not isinstance(inner, Mapping):
-        return None
-    nested = Fields(inner, d.fields.name("linear_attn_config."))
+    nested = d.fields.nested("linear_attn_config")
     full = nested.indices("full_attn_layers", d.count, base=1)
     if full is None:
         return None
@@ -482,22 +488,35 @@ def _from_chunks(d: Depth) -> Words | None:
     """Llama 4: chunked wherever positions are rotated, full in the others."""
     if d.fields.integer("attention_chunk_size") is None:
         return None
-    rotated = d.fields.listing("no_rope_layers")
-    if rotated:
-        if len(rotated) != d.count:
-            name = d.fields.name("no_rope_layers")
-            raise SpecError(name, f"{len(rotated)} entries", f"one for each of the {d.count} layers")
-        return ["chunked" if r else "full" for r in rotated]
+    if d.fields.listing("no_rope_layers"):
+        return ["chunked" if rotated else "full" for rotated in _rotated_layers(d)]
     return _every("no_rope_layer_interval", "chunked", -1)(d)
 
 
-def _from_max_window_layers(d: Depth) -> Words | None:
-    """Qwen: with use_sliding_window the layers from max_window_layers on are sliding; without, none is."""
+def _rotated_layers(d: Depth) -> list[bool]:
+    """Which layers rotate positions, where ``no_rope_layers`` (1: rotated) or ``no_rope_layer_interval`` says so."""
+    given = d.fields.listing("no_rope_layers")
+    if given:
+        name = d.fields.name("no_rope_layers")
+        if len(given) != d.count:
+            raise SpecError(name, f"{len(given)} entries", f"one for each of the {d.count} layers")
+        return [bool(_integer(name, rotated, 0, 1)) for rotated in given]
+    every = d.fields.integer("no_rope_layer_interval") or 4
+    return [(i + 1) % every != 0 for i in range(d.count)]
+
+
+def _from_use_sliding_window(d: Depth) -> Words | None:
+    """Qwen and others: without use_sliding_window no layer is sliding; with it, those that the type names are."""
     given = d.fields.data.get("use_sliding_window") is not None
     default = d.facts.get("use_sliding_window")
     if not given and default is None and d.fields.data.get("max_window_layers") is None:
         return None
-    if not d.fields.flag("use_sliding_window", default is not False):
+    used = _uses_window(d.fields, d.facts)
+    if "layers" in d.facts:  # the switch of a type with a pattern of its own
+        words = _from_architecture(d) or []
+        other = next((word for word in words if word != "sliding"), "full")
+        return words if used else [other if word == "sliding" else word for word in words]
+    if not used:
         if d.window is not None:
             why = "use_sliding_window is false" + ("" if given else ", the default of this model type")
             d.notes.append(f"sliding_window={d.window} is set and not used ({why})")
@@ -506,11 +525,19 @@ def _from_max_window_layers(d: Depth) -> Words | None:
         d.notes.append("unknown: use_sliding_window is not given; sliding_window taken as used")
     if d.window is None:
         return ["full"] * d.count
-    first = d.fields.integer("max_window_layers", low=0)
-    if first is None:
+    which = d.facts.get("window_layers", "from")
+    if which == "all":
+        return ["sliding"] * d.count
+    if which == "no_rope":
+        return ["full" if rotated else "sliding" for rotated in _rotated_layers(d)]
+    bound = d.fields.integer("max_window_layers", low=0)
+    if which == "alternate":
+        last = d.count if bound is None else bound
+        return ["sliding" if i % 2 == 0 and i < last else "full" for i in range(d.count)]
+    if bound is None:
         d.notes.append("unknown: max_window_layers is not given; every layer taken as sliding")
-        first = 0
-    return ["sliding" if i >= first else "full" for i in range(d.count)]
+        bound = 0
+    return ["sliding" if i >= bound else "full" for i in range(d.count)]
 
 
 def _from_architecture(d: Depth) -> Words | None:
@@ -561,7 +588,7 @@ CONVENTIONS: Final[tuple[Callable[[Depth], Words | None], ...]] = (
     _every("sliding_window_pattern", "sliding", -1),
     _every("_sliding_window_pattern", "sliding", -1),
     _from_chunks,
-    _from_max_window_layers,
+    _from_use_sliding_window,
     _from_architecture,
     _from_window,
 )
@@ -603,13 +630,23 @@ def _count_layers(fields: Fields) -> int:
     return fields.need(*LAYERS, high=MAX_LAYERS)
 
 
+def _uses_window(fields: Fields, facts: Mapping[str, Any]) -> bool:
+    """False where ``use_sliding_window``, or its default in this model type, switches the window off."""
+    default = facts.get("use_sliding_window", True)
+    return True if default == "always" else fields.flag("use_sliding_window", default)
+
+
 def _window(fields: Fields, facts: Mapping[str, Any]) -> int | None:
     if fields.data.get("model_type") in ("modernbert-decoder", "modernbert"):
         whole = fields.integer("local_attention", low=0)  # both sides; a causal decoder sees half of it
         if whole:
             return whole // 2
     plus: Mapping[str, int] = facts.get("window_plus", {})
-    key, value = fields.get(*plus, *WINDOW)  # a key that counts otherwise wins over the common one
+    keys = (*plus, *WINDOW)  # a key that counts otherwise wins over the common one
+    given = any(fields.data.get(key) is not None for key in keys)
+    if not given and (any(key in fields.data for key in keys) or not _uses_window(fields, facts)):
+        return None  # null, or not used: then the default of the model type does not hold
+    key, value = fields.get(*keys)
     if key == "window_size" and fields.data.get("model_type") != "gpt_neo":
         return None  # in other configs it is the window of a vision tower
     if not key or value in (0, -1, False):
@@ -618,8 +655,7 @@ def _window(fields: Fields, facts: Mapping[str, Any]) -> int | None:
 
 
 def _attn_config(fields: Fields) -> Fields:
-    inner = fields.data.get("attn_config")
-    return Fields(inner if isinstance(inner, Mapping) else {}, fields.name("attn_config."))
+    return fields.nested("attn_config")
 
 
 def _kv_heads(fields: Fields, heads: int, facts: Mapping[str, Any], notes: list[str]) -> int:

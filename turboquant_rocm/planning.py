@@ -165,8 +165,8 @@ class Plan:
     """The answer to a :class:`Question`. All bytes are those of one tensor-parallel rank.
 
     bytes_per_token: over all layers, meta regions and padding included. native_bytes_per_token: the same model
-    without quantization. content_bytes_per_token: without padding. workspace_bytes: partial results of decode, an
-    upper bound. tokens, native_tokens: that fit the memory budget (None: no budget given), as if every layer kept
+    without quantization. content_bytes_per_token: without padding. workspace_bytes: scratch memory of decode, an upper
+    bound. tokens, native_tokens: that fit the memory budget (None: no budget given), as if every layer kept
     every token.
     """
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -24,9 +25,9 @@ from turboquant_rocm.packages import Environment
 from turboquant_rocm.pages import PageGroup, unify
 from turboquant_rocm.planning import Question, Role, answer_question, plan, ranges
 from turboquant_rocm.presets import get_preset
-from turboquant_rocm.report.counterfactuals import changes
+from turboquant_rocm.report.counterfactuals import changes, other_targets
 from turboquant_rocm.spec import ModelSpec
-from turboquant_rocm.target import get_target
+from turboquant_rocm.target import get_target, targets
 
 AUTOMATIC = [b for b in backends() if b.automatic]
 NC4 = "turboquant_4bit_nc"
@@ -146,6 +147,36 @@ def test_every_change_flips_the_decision_when_it_is_made(question: Question):
                 after = answer_question(change.question).layers[group.first.layer.index]
                 assert after.backend == name == change.backend
                 assert after.layer.index == group.first.layer.index
+
+
+@given(QUESTIONS)
+@settings(max_examples=60)
+def test_another_gpu_is_named_only_if_it_gets_the_backend_with_nothing_else_changed(question: Question):
+    try:
+        before = answer_question(question)
+    except SpecError:
+        return  # a tp that does not divide
+    for group in before.groups:
+        for name in group.first.reasons:
+            named = other_targets(question, group.first, name)
+            if not any(r.code == "arch" for r in group.first.reasons[name]):
+                assert named == ()
+                continue
+            for arch, target in targets().items():
+                after = answer_question(replace(question, target=target)).layers[group.first.layer.index]
+                assert (after.backend == name) == (arch in named)
+
+
+def test_another_gpu_is_no_advice_where_more_stands_against_it():
+    for command, advice in (
+        ("llama-3.1-8b --target gfx942", "no single change"),
+        ("qwen3-32b --target gfx942", "another GPU: gfx950"),
+        ("qwen3-32b --target gfx1100", "another GPU: gfx942, sm_80, sm_86, sm_89, sm_90, sm_100, sm_120"),
+    ):
+        for form in ("table", "markdown", "html"):
+            assert advice in explain(f"{command} --format {form} --width 400")[1], (command, form)
+    for form in ("table", "markdown", "html"):
+        assert "another GPU" not in explain(f"llama-3.1-8b --target gfx942 --format {form}")[1]
 
 
 # (question, backend, the change that must come first)
@@ -379,12 +410,47 @@ def test_memory_budget():
         ask("qwen3-32b", "gfx942", memory_gib=60)
 
 
-def test_workspace_bound():
-    layer = LayerSpec(0, 64, 8, 128)
-    backend = get_backend("triton_soa")
-    assert backend.workspace_bytes(layer, 1, 304) == backend.max_splits * 64 * 130 * 4
-    assert backend.workspace_bytes(layer, 256, 304) < 2 * 16 * 304 / 8 * 64 * 130 * 4
-    assert get_backend("torch_reference").workspace_bytes(layer, 256, 304) == 0
+@pytest.mark.parametrize("name", sorted({*bundled_models()} - {"deepseek-v3"}))
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_80", "sm_90"])
+def test_the_workspace_is_what_decode_takes_at_most(name: str, arch: str):
+    """Every batch and query length of up to 64 rows, asked of the launchers themselves."""
+    pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from turboquant_rocm.backends._flydsl.config import COLUMNS, DIM
+    from turboquant_rocm.backends._flydsl.ops import _QUERY_WORDS, FlydslOps
+    from turboquant_rocm.backends._triton.ops import DecodePlan
+    from turboquant_rocm.backends._triton.workspace import Workspace
+
+    rows, context = 64, 1 << 17
+    answer = ask(name, arch, rows=rows)
+    units = get_target(arch).compute_units
+    most = 0
+    for decision in {d.backend + str(d.layer.kind): d for d in answer.decisions}.values():
+        layer = decision.layer
+        layout = make_layout(
+            decision.layout, decision.preset, layer.head_size, layer.num_kv_heads, decision.block_size
+        )
+        backend = get_backend(decision.backend)
+        fly = decision.backend == "flydsl_gfx950"
+        launcher: Any = FlydslOps(decision, layout) if fly else DecodePlan(decision, layout)
+        for length in range(1, rows + 1):
+            for batch in range(1, rows // length + 1):
+                heads = batch * length * layer.num_heads
+                if fly:
+                    assert backend.max_columns == COLUMNS
+                    groups = -(-length // (COLUMNS // layer.gqa_ratio)) if length > 1 else 1
+                    splits = launcher._splits(batch * groups, context, units)
+                    needed = Workspace.needed(heads, _QUERY_WORDS, splits, DIM)
+                else:
+                    assert launcher.columns(length) <= backend.max_columns
+                    splits = launcher.splits(batch, context, length, units)
+                    needed = Workspace.needed(heads, launcher.key.columns, splits, launcher.value.rows)
+                most = max(most, needed)
+    assert 0 < most <= answer.workspace_bytes
+
+
+def test_the_reference_needs_no_workspace():
+    assert get_backend("torch_reference").workspace_bytes(LayerSpec(0, 64, 8, 128), 256, 304) == 0
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,35 @@ CONVENTIONS = {
         {"use_sliding_window": True, "max_window_layers": 4, "sliding_window": 64},
         [F, F, F, F, S, S],
     ),
+    "use_sliding_window-alternating": (
+        {"model_type": "qwen2_moe", "use_sliding_window": True, "max_window_layers": 4, "sliding_window": 64},
+        [S, F, S, F, F, F],
+    ),
+    "use_sliding_window-no-rope": (
+        {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 64},
+        [F, F, F, S, F, F],
+    ),
+    "use_sliding_window-no-rope-listed": (
+        {
+            "model_type": "smollm3",
+            "use_sliding_window": True,
+            "sliding_window": 64,
+            "no_rope_layers": [0, 1, 1] * 2,
+        },
+        [S, F, F] * 2,
+    ),
+    "use_sliding_window-of-a-pattern": (
+        {"model_type": "dots3_note_text", "use_sliding_window": True, "sliding_window": 64},
+        [P, P, S, S, S, P],
+    ),
+    "use_sliding_window-of-a-pattern-false": (
+        {"model_type": "dots3_note_text", "use_sliding_window": False, "sliding_window": 64},
+        [P] * 6,
+    ),
+    "sliding_window-default": (
+        {"model_type": "mistral"},
+        [S] * 6,
+    ),
     "use_sliding_window-false": (
         {"use_sliding_window": False, "max_window_layers": 0, "sliding_window": 64},
         [F] * 6,
@@ -766,6 +795,29 @@ FULL6 = ["full_attention"] * 6
         ({"layer_types": FULL6, "block_configs": [1] * 6}, "block_configs[0]"),
         ({"layer_types": FULL6, "block_configs": [{"attention": [1]}] * 6}, "block_configs[0]"),
         ({"layer_types": FULL6, "block_configs": "x"}, "block_configs"),
+        *(
+            ({"block_configs": [{"attention": {key: value}}] * 6}, f"block_configs[0].attention.{key}")
+            for key in ("no_op", "replace_with_linear")
+            for value in ("false", 1, [0], {"x": 1})
+        ),
+        ({"linear_attn_config": "x"}, "linear_attn_config"),
+        ({"linear_attn_config": [1]}, "linear_attn_config"),
+        ({"attn_config": "x"}, "attn_config"),
+        ({"num_hidden_layers": None, "text_config": "x"}, "text_config"),
+        ({"num_attention_heads": None, "decoder": [1]}, "decoder"),
+        (
+            {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 9, "no_rope_layers": [1]},
+            "no_rope_layers",
+        ),
+        (
+            {
+                "model_type": "smollm3",
+                "use_sliding_window": True,
+                "sliding_window": 9,
+                "no_rope_layers": [2] * 6,
+            },
+            "no_rope_layers",
+        ),
         ({"attn_logit_softcapping": 10**400}, "attn_logit_softcapping"),
         ({"model_type": "granite", "attention_multiplier": 10**400}, "attention_multiplier"),
         ({"hybrid_override_pattern": "M" * 100_000}, "hybrid_override_pattern"),
@@ -873,13 +925,22 @@ def test_the_decoder_of_an_encoder_decoder(config: dict[str, object], layers: in
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen2_5_vl_text"])
-@pytest.mark.parametrize("more", [{}, {"max_window_layers": 2}])
+@pytest.mark.parametrize("more", [{}, {"max_window_layers": 2}, {"max_window_layers": 28}])
 def test_qwen_windows_are_off_unless_asked_for(model_type: str, more: dict[str, object]):
     model = read(model_type=model_type, sliding_window=131072, **more)
     assert kinds(model) == [F] * 6
     assert any("default of this model type" in w for w in model.warnings)
     assert not any(w.startswith("unknown") for w in model.warnings)
-    assert S in kinds(read(model_type=model_type, sliding_window=64, use_sliding_window=True, **more))
+    used = read(model_type=model_type, sliding_window=64, use_sliding_window=True, **more)
+    bound = more.get("max_window_layers", 28)
+    if model_type == "qwen2_5_vl_text":  # where nothing is said, the default of the type holds: 80
+        bound = more.get("max_window_layers", 80)
+    expected = [S if i >= bound else F for i in range(6)]
+    if model_type == "qwen2_moe":  # every other layer, before max_window_layers
+        expected = [S if i % 2 == 0 and i < bound else F for i in range(6)]
+    if model_type == "qwen3_moe":  # it has no max_window_layers
+        expected = [S] * 6
+    assert kinds(used) == expected
 
 
 def test_other_types_with_max_window_layers_are_unknown():

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from turboquant_rocm import AttentionKind, ModelSpec, SpecError
-from turboquant_rocm.hf_config import WORDS, model_from_config
+from turboquant_rocm.hf_config import WORDS, known_model_types, model_from_config, model_type_facts
 from turboquant_rocm.planning import Question, Role, answer_question
 from turboquant_rocm.presets import get_preset
 from turboquant_rocm.target import get_target
@@ -236,6 +236,60 @@ def test_patterns_that_a_config_leaves_out(model_type: str, count: int):
         if layer.kind not in (AttentionKind.MLA, AttentionKind.SPARSE):
             assert layer.kind is WORDS[word][0], (layer.index, word)
     # A type outside the tables says just that, once; the layer pattern itself must not be a guess.
-    outside = f"unknown: model_type {model.model_type} is not in the table"
-    open_questions = [w for w in model.warnings if w.startswith("unknown") and not w.startswith(outside)]
-    assert not open_questions
+    outside = (
+        f"unknown: model_type {model.model_type} is not in the table; sinks, position bias and layer pattern taken "
+        "as none"
+    )
+    excused = [] if model.model_type in known_model_types() else [outside]
+    assert [w for w in model.warnings if w.startswith("unknown")] == excused
+
+
+# ---- windows that a switch turns on --------------------------------------------------------------------
+
+SWITCHED = sorted(
+    name
+    for name, facts in model_type_facts().items()
+    if "use_sliding_window" in facts and "layers" not in facts and name in CONFIG_MAPPING
+)
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"use_sliding_window": True},
+    {"use_sliding_window": True, "sliding_window": 64},
+    {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3},
+    {"use_sliding_window": True, "max_window_layers": 0},
+    {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0},
+    {"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 0},
+    {"sliding_window": 64, "max_window_layers": 3},
+    {"use_sliding_window": True, "sliding_window": 64, "no_rope_layer_interval": 2},
+]
+
+
+@pytest.mark.parametrize(
+    "settings", SETTINGS, ids=lambda s: ",".join(f"{k}={v}" for k, v in s.items()) or "none"
+)
+@pytest.mark.parametrize("model_type", SWITCHED)
+def test_windows_that_a_switch_turns_on(model_type: str, settings: dict[str, Any]):
+    """A config as published, which lists no layers, against those that transformers makes of it."""
+    given = {
+        "hidden_size": 1024,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        **settings,
+    }
+    config = CONFIG_MAPPING[model_type](**given)
+    text = config.get_text_config(decoder=True)
+    types = listed_types(text)
+    if types is None:  # qwen3_moe: the window holds for all layers
+        types = ["full_attention" if text.sliding_window is None else "sliding_attention"] * 6
+    model = model_from_config({"model_type": model_type, **given})
+    assert [str(layer.kind) for layer in model.layers] == [str(WORDS[word][0]) for word in types]
+    assert {layer.window for layer in model.layers if layer.kind is AttentionKind.SLIDING} <= {
+        text.sliding_window
+    }
+    assert not any(w.startswith("unknown") for w in model.warnings)
+
+
+def test_every_switch_is_covered():
+    assert {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "dots1", "qwen2_vl_text"} <= set(SWITCHED)

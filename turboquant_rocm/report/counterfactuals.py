@@ -19,8 +19,9 @@ from ..pages import quantized_block_bytes
 from ..planning import LayerPlan, Question
 from ..presets import presets
 from ..spec import LayerSpec, SpecError
+from ..target import targets
 
-__all__ = ["Change", "changes"]
+__all__ = ["Change", "changes", "other_targets"]
 
 BLOCK_SIZES: Final = (16, 32, 64, 128)
 TP_SIZES: Final = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64)
@@ -153,6 +154,31 @@ def _per_token(layer: LayerSpec, layout: str, question: Question) -> float:
     return quantized_block_bytes(layer, layout, question.preset, question.block_size) / question.block_size
 
 
+def _reckoning(question: Question, name: str) -> Question:
+    """``question``, reckoning with backend ``name`` even if its kernels are not in this version."""
+    if get_backend(name).ready:
+        return question
+    return replace(question, policy=replace(question.policy, planned=True))
+
+
+def other_targets(question: Question, entry: LayerPlan, name: str) -> tuple[str, ...]:
+    """Targets on which the layer of ``entry``, with nothing else changed, gets backend ``name``."""
+    if entry.layer.kv_shared_with is not None:
+        return ()
+    if not any(refusal.code is Code.ARCH for refusal in entry.reasons.get(name, ())):
+        return ()
+    policy = _reckoning(question, name).policy
+    found = []
+    for arch, target in targets().items():
+        try:
+            decision = resolve(replace(question.request(entry.layer), target=target), policy)
+        except IneligibleError:
+            continue
+        if decision.backend == name:
+            found.append(arch)
+    return tuple(found)
+
+
 def changes(question: Question, entry: LayerPlan, name: str) -> Iterator[Change]:
     """Every single change after which the layer of ``entry`` gets backend ``name``, smallest first.
 
@@ -163,9 +189,7 @@ def changes(question: Question, entry: LayerPlan, name: str) -> Iterator[Change]
         return
     if all(refusal.code is Code.KERNELS for refusal in entry.reasons.get(name, ())):
         return  # nothing about the question stands in the way
-    planned = not get_backend(name).ready
-    if planned:
-        question = replace(question, policy=replace(question.policy, planned=True))
+    question = _reckoning(question, name)
     for change in _candidates(question, entry, name):
         request = _request(change.question, entry.layer.index)
         if request is None:

@@ -14,7 +14,7 @@ from ..dispatch import Policy
 from ..eligibility import Code, Refusal, show
 from ..planning import Group, LayerPlan, Plan, Question, Role, ranges
 from ..spec import LayerSpec, ModelSpec, SpecError, Target
-from .counterfactuals import Change, changes
+from .counterfactuals import Change, changes, other_targets
 
 __all__ = ["SCHEMA_VERSION", "matrix_document", "plan_document", "support_document", "unmet"]
 
@@ -66,6 +66,7 @@ def _refused(question: Question, entry: LayerPlan, every_change: bool) -> list[D
                 "reasons": [_refusal(refusal) for refusal in why],
                 "change": options[0] if options else None,
                 "other_changes": options[1:],
+                "targets": list(other_targets(question, entry, name)),
             }
         )
     return found

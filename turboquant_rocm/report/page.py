@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from .document import Document
-from .text import Table, backend_text, cell_text, layer_text, sections
+from .text import Table, backend_text, cell_text, layer_text, sections, to_get_it
 
 __all__ = ["page"]
 
@@ -66,11 +66,9 @@ def _plain_table(header: list[str], rows: list[list[str]]) -> str:
     return _tag("table", _head(header) + _tag("tbody", "".join(body)))
 
 
-def _reasons(refused: Document) -> str:
+def _reasons(group: Document, refused: Document) -> str:
     items = "".join(_tag("li", escape(reason["text"])) for reason in refused["reasons"])
-    change = refused["change"]
-    how = _tag("p", "To get it: " + _tag("strong", escape(change["text"]))) if change else ""
-    return _tag("ul", items) + how
+    return _tag("ul", items) + _tag("p", "To get it: " + _tag("strong", escape(to_get_it(group, refused))))
 
 
 def _cell(group: Document, name: str, slower: bool) -> str:
@@ -86,8 +84,10 @@ def _cell(group: Document, name: str, slower: bool) -> str:
     if refused is None:
         return _tag("td", "slower" if slower else "not asked", _class="none", data_label=name)
     if group["planned"] == name:
-        return _tag("td", "<strong>planned</strong>" + _reasons(refused), _class="plan", data_label=name)
-    return _tag("td", "<strong>refused</strong>" + _reasons(refused), _class="no", data_label=name)
+        return _tag(
+            "td", "<strong>planned</strong>" + _reasons(group, refused), _class="plan", data_label=name
+        )
+    return _tag("td", "<strong>refused</strong>" + _reasons(group, refused), _class="no", data_label=name)
 
 
 def _grid(doc: Document) -> str:

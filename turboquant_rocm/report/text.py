@@ -9,7 +9,7 @@ from ..planning import ranges
 from .document import Document, value_text
 from .environment import environment_rows
 
-__all__ = ["Table", "markdown", "sections", "table"]
+__all__ = ["Table", "markdown", "sections", "table", "to_get_it"]
 
 # (title, header, rows); a paragraph is (text, [], []).
 Table = tuple[str, list[str], list[list[str]]]
@@ -55,13 +55,15 @@ def _why(refused: Document) -> str:
     return ", ".join(reason["text"] for reason in refused["reasons"])
 
 
-def _to_get_it(refused: Document) -> str:
+def to_get_it(group: Document, refused: Document) -> str:
+    """The smallest change that gets a refused backend for the layers of ``group``, in a few words."""
+    if group["shares_cache"]:
+        return "what the cache's owner needs"
     if refused["change"] is not None:
         return str(refused["change"]["text"])
-    codes = [reason["code"] for reason in refused["reasons"]]
-    if "arch" in codes:
-        return "another GPU"
-    if codes == ["kernels"]:
+    if refused["targets"]:
+        return f"another GPU: {', '.join(refused['targets'])}"
+    if [reason["code"] for reason in refused["reasons"]] == ["kernels"]:
         return "a version with its kernels"
     return "no single change"
 
@@ -97,7 +99,7 @@ def _plan(doc: Document) -> Iterator[Table]:
             ]
         )
         for refused in group["refused"]:
-            why.append([group["ranges"], refused["backend"], _why(refused), _to_get_it(refused)])
+            why.append([group["ranges"], refused["backend"], _why(refused), to_get_it(group, refused)])
     yield ("Layers", ["layers", "n", "what", "decode", "layout", "prefill", "notes"], rows)
     if why:
         served = any(group["backend"] is not None for group in doc["groups"])
@@ -149,10 +151,10 @@ def _plan(doc: Document) -> Iterator[Table]:
         ["without padding", amount(b["content_per_token"]), ""],
         ["unquantized", amount(b["native_per_token"]), ""],
         ["effective compression", f"{b['compression']:.2f}x", "over the whole model"],
-        ["workspace", amount(b["workspace"]), "partial results of decode, at most"],
+        ["workspace", amount(b["workspace"]), "scratch memory of decode, at most"],
     ]
     if b["tokens"] is not None:
-        rows.append(["tokens that fit", f"{b['tokens']:,}", _budget(b, model["tp"])])
+        rows.append(["tokens that fit", f"{b['tokens']:,}", _budget(doc)])
         rows.append(["unquantized", f"{b['native_tokens']:,}", ""])
     yield ("Memory of one rank" if model["tp"] > 1 else "Memory", ["what", "amount", "counted"], rows)
     if doc["warnings"]:
@@ -173,10 +175,17 @@ def _prefill_limits(doc: Document) -> list[list[str]]:
     return [[ranges(sorted(layers)), name, text] for (name, text), layers in found.items()]
 
 
-def _budget(b: Document, tp: int) -> str:
+def _budget(doc: Document) -> str:
+    """What a number of tokens that fit counts, and what it leaves out."""
+    b, tp = doc["bytes"], doc["model"]["tp"]
     weights = b["weights_gib"]
-    less = f" less {weights / tp:g} GiB of weights" if weights else ", weights not counted"
-    return f"in {b['memory_gib']:g} GiB{less}"
+    text = f"in {b['memory_gib']:g} GiB"
+    text += f" less {weights / tp:g} GiB of weights" if weights else ", weights not counted"
+    if any(group["layer"]["window"] or group["layer"]["chunk"] for group in doc["groups"]):
+        text += ", if every layer keeps every token"
+    if doc["model"]["hybrid"]:
+        text += ", recurrent states not counted"
+    return text
 
 
 def cell_text(cell: Document) -> str:
