@@ -34,8 +34,9 @@ def convert(
 
     Codes, scales and zeros are copied bit for bit. Where the norm means something else, it is folded or unfolded in
     fp64 and rounded once to fp16: a round trip returns it within 1 ulp while the folded norm ||k|| / ||c|| fits fp16.
-    Above 65504 it saturates, as in a direct SoA store; a one-hot rotated vector (||c|| near 0.36) does so from
-    ||k|| = 2.4e4, other vectors from 6.3e4. Pads of ``out`` are not touched.
+    Above 65504 it saturates, as in a direct SoA store, and comes back as 65504 ||c||: ||c|| is near 1 for most vectors,
+    but 0.36 at D = 64 and 4 bits for one that is one-hot when rotated, which saturates from ||k|| = 2.4e4. No norm
+    becomes infinite in either direction. Pads of ``out`` are not touched.
     SpecError if the two layouts do not hold the same thing.
     """
     for name in ("preset", "head_size", "value_head_size", "num_kv_heads", "block_size"):

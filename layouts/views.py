@@ -7,7 +7,15 @@ import torch
 from ..spec import SpecError
 from .table import Layout
 
-__all__ = ["allocate", "check_cache", "field_view", "read_fp16", "write_fp16"]
+__all__ = ["allocate", "check_cache", "checked_device", "field_view", "read_fp16", "write_fp16"]
+
+
+def checked_device(device: torch.device | str) -> torch.device:
+    """``device`` as a torch.device; SpecError if it names none."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise SpecError("device", device, f"a torch device ({error})") from None
 
 
 def allocate(layout: Layout, num_blocks: int, device: torch.device | str, fill: int = 0) -> torch.Tensor:
@@ -16,11 +24,8 @@ def allocate(layout: Layout, num_blocks: int, device: torch.device | str, fill: 
         raise SpecError("num_blocks", num_blocks, "an integer >= 1")
     if not isinstance(fill, int) or isinstance(fill, bool) or not 0 <= fill <= 255:
         raise SpecError("fill", fill, "a byte, 0 to 255")
-    try:
-        device = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise SpecError("device", device, f"a torch device ({error})") from None
-    flat = torch.full((num_blocks * layout.block_stride,), fill, dtype=torch.uint8, device=device)
+    size = (num_blocks * layout.block_stride,)
+    flat = torch.full(size, fill, dtype=torch.uint8, device=checked_device(device))
     return flat.as_strided((num_blocks, *layout.shape), layout.strides)
 
 

@@ -24,7 +24,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from .ops import BoundLayer, PagedCache
+from .ops import BoundLayer, PagedCache, new_results
 from .spec import SpecError
 
 __all__ = ["Attention", "PrefillRows", "attend_prefill", "prefill_rows"]
@@ -224,7 +224,7 @@ def attend_prefill(
     query_lens, total_lens: host copies of query_start_loc.diff() and seq_lens. Pass them where the host knows them:
     reading them from the tensors synchronises. attention: what to run over a raw chunk instead of PyTorch, see
     :data:`Attention`. chunk_tokens: tokens of history dequantised at once. max_decode_rows: longest chunk that goes
-    through the multi-query decode. Rows past query_start_loc[-1] are padding and stay as they are.
+    through the multi-query decode. Rows past query_start_loc[-1] are padding, as in :meth:`.ops.BoundLayer.decode`.
 
     Returns out in the dtype of ``query``, with ``return_lse`` also lse [N, Hq], sinks included.
     """
@@ -237,10 +237,7 @@ def attend_prefill(
         cache.tag.require(bound.tag)
     layer = bound.layer
     scale = layer.softmax_scale if scale is None else scale
-    if out is None:
-        out = query.new_empty((*query.shape[:2], layer.value_size))
-    if lse is None and return_lse:
-        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+    out, lse = new_results(query, layer.value_size, out, lse, return_lse, padded=True)
 
     work = prefill_rows(query_lens, total_lens, max_decode_rows)
     _decode_rows(

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from .codebook import SMALL_ORDERS, rotation_factors
 from .packages import Environment
-from .spec import FP8_KEY_BITS, AttentionKind, Dtype, LayerSpec, Preset, SpecError, Target
+from .spec import FP8_KEY_BITS, WINDOWED, AttentionKind, Dtype, LayerSpec, Preset, SpecError, Target
 
 __all__ = [
     "AtMost",
@@ -116,7 +116,7 @@ def _set_layer(name: str) -> Callable[[Request, Any], Request]:
 
 
 def _set_kind(request: Request, value: Any) -> Request:
-    window = request.layer.window
+    window = request.layer.window if value in WINDOWED else None
     if value == AttentionKind.SLIDING and window is None:
         window = 128
     chunk = request.layer.chunk or 8192 if value == AttentionKind.CHUNKED else None
@@ -125,7 +125,7 @@ def _set_kind(request: Request, value: Any) -> Request:
 
 def _set_window(request: Request, value: Any) -> Request:
     kind = request.layer.kind
-    if value is not None and kind is AttentionKind.FULL:
+    if value is not None and kind not in WINDOWED:
         kind = AttentionKind.SLIDING
     if value is None and kind is AttentionKind.SLIDING:
         kind = AttentionKind.FULL

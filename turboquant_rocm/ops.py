@@ -12,6 +12,7 @@ checks are made. Letters of the shapes: docs/design.md.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple, get_args
@@ -22,7 +23,7 @@ from .backends import LayerOps, get_backend
 from .dispatch import Decision
 from .eligibility import Code, Request, refusals
 from .layouts import CacheTag, Layout, make_layout
-from .layouts.views import allocate, check_cache
+from .layouts.views import allocate, check_cache, checked_device
 from .spec import SpecError, checked_int, is_number
 
 __all__ = ["BoundLayer", "Checks", "Dequantized", "PagedCache", "bind"]
@@ -89,10 +90,33 @@ def _expect(
 
 def _writable(name: str, tensor: torch.Tensor) -> None:
     """SpecError unless results can be written into ``tensor`` in place."""
-    if tensor.numel() and (0 in tensor.stride() and max(tensor.shape) > 1):
+    if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
         raise SpecError(name, f"strides {tensor.stride()}", "memory of its own for every element")
     if tensor.requires_grad:
         raise SpecError(name, "requires_grad", "a tensor that autograd does not track")
+
+
+def new_results(
+    query: torch.Tensor,  # [N, Hq, D]
+    value_size: int,
+    out: torch.Tensor | None,  # [N, Hq, Dv]
+    lse: torch.Tensor | None,  # [N, Hq]
+    return_lse: bool,
+    *,
+    padded: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``out`` and ``lse``, made where they are missing and wanted.
+
+    padded: there may be rows that no sequence owns, so that no kernel writes them: new ones start as 0 and -inf.
+    """
+    if out is None:
+        shape = (*query.shape[:2], value_size)
+        out = query.new_zeros(shape) if padded else query.new_empty(shape)
+    if lse is None and return_lse:
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+        if padded:
+            lse.fill_(-math.inf)
+    return out, lse
 
 
 class BoundLayer:
@@ -129,6 +153,45 @@ class BoundLayer:
         tag.require(self.tag)
         check_cache(data, self.layout)
         return PagedCache(data, tag)
+
+    # ---- warm-up ----------------------------------------------------------------------------------------
+
+    def warmup(
+        self,
+        max_batch: int,
+        max_context: int,
+        max_query_len: int = 1,
+        *,
+        device: torch.device | str = "cuda",
+        dtype: torch.dtype | None = None,
+        lse: bool | None = None,
+        workspace: Any = None,
+    ) -> int:
+        """Compile every kernel that :meth:`decode` can need in the declared range, and reserve its scratch memory.
+
+        max_batch: most sequences B. max_context: most tokens that a block table spans, M * bs. max_query_len: most
+        query tokens of a sequence. device: where decode will run. dtype: of queries and outputs, default the
+        layer's. lse: whether it will be asked for; None: both. workspace: the one that decode will be given, if any.
+
+        Returns the number of kernels. Inside the range decode then compiles nothing, and allocates nothing but the
+        results it is not given. A backend with nothing to compile (torch_reference) returns 0. SpecError names a
+        wrong argument.
+        """
+        checked_int("max_batch", max_batch, 1, _MAX_QUERY_LEN)
+        checked_int("max_context", max_context, 1, 1 << 40)
+        checked_int("max_query_len", max_query_len, 1, _MAX_QUERY_LEN)
+        where = checked_device(device)
+        if dtype is not None and dtype not in _RAW_DTYPES:
+            raise SpecError("dtype", dtype, "dtype " + " or ".join(map(str, _RAW_DTYPES)))
+        if lse not in (None, True, False) or isinstance(lse, int) != isinstance(lse, bool):
+            raise SpecError("lse", lse, "true, false, or none for both")
+        compile_all = getattr(self.ops, "warmup", None)
+        if compile_all is None:
+            return 0
+        made: int = compile_all(
+            max_batch, max_context, max_query_len, device=where, dtype=dtype, lse=lse, workspace=workspace
+        )
+        return made
 
     # ---- store ------------------------------------------------------------------------------------------
 
@@ -202,8 +265,9 @@ class BoundLayer:
 
         Without ``query_start_loc`` there is one query token per sequence (N == B). With it, sequence i owns the
         query rows query_start_loc[i:i+2], and row j of its q rows attends to its first seq_len - q + j + 1 tokens
-        (the tokens themselves have been stored before). Rows past query_start_loc[-1] are padding and stay as they
-        are. Window and soft cap are the layer's own. ``sinks`` are needed exactly if the layer has sinks.
+        (the tokens themselves have been stored before). Rows past query_start_loc[-1] are padding: they stay as they
+        are in a given ``out`` and ``lse``, and are 0 and -inf in new ones. Window and soft cap are the layer's own.
+        ``sinks`` are needed exactly if the layer has sinks.
 
         max_query_len: most query rows of any sequence; pass it where the host knows it, since reading it from
         query_start_loc synchronises. scale: softmax scale, default the layer's. out, lse: written in place.
@@ -220,10 +284,9 @@ class BoundLayer:
             max_query_len = 1
         elif max_query_len is None:
             max_query_len = max(1, int(query_start_loc.diff().max())) if len(seq_lens) else 1
-        if out is None:
-            out = query.new_empty((*query.shape[:2], self.layer.value_size))
-        if lse is None and return_lse:
-            lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+        out, lse = new_results(
+            query, self.layer.value_size, out, lse, return_lse, padded=query_start_loc is not None
+        )
         self.ops.decode(
             query,
             cache.data,

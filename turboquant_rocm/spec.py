@@ -124,6 +124,9 @@ class NormMeaning(str, Enum):
         return self.value
 
 
+WINDOWED: Final = (AttentionKind.SLIDING, AttentionKind.MLA)
+"""Kinds of layers that may have a sliding window."""
+
 FP8_KEY_BITS: Final = 8
 
 
@@ -163,7 +166,8 @@ class LayerSpec:
 
     index: position in the model. num_heads, num_kv_heads: query and KV heads on this rank.
     head_size: width of queries and keys; value_head_size: width of values (default: head_size).
-    window: number of keys a token sees, itself included (``kind`` is then ``sliding``); None is unlimited.
+    window: number of keys a token sees, itself included, of a ``sliding`` layer (or an ``mla`` layer that slides);
+    None is unlimited, and the only value that other kinds take.
     sinks: a learned logit per query head joins the softmax denominator.
     soft_cap: s -> soft_cap * tanh(s / soft_cap) on the scaled scores. scale: softmax scale, default 1/sqrt(D).
     kv_shared_with: index of the layer whose cache this layer reads instead of its own.
@@ -205,6 +209,8 @@ class LayerSpec:
             checked_int("window", self.window, 1, 1 << 40)
         if self.kind is AttentionKind.SLIDING and self.window is None:
             raise SpecError("window", None, "an integer >= 1 for a sliding layer")
+        if self.window is not None and self.kind not in WINDOWED:
+            raise SpecError("window", self.window, f"none for a {self.kind} layer: kind sliding has a window")
         if self.chunk is not None:
             checked_int("chunk", self.chunk, 1, 1 << 40)
         if self.kind is AttentionKind.CHUNKED and self.chunk is None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.cases import gaussian, layer_spec, reference, same_bytes
 from turboquant_rocm import SpecError, TagError, make_layout, preset_names
+from turboquant_rocm.codebook import centroids, rotation
 from turboquant_rocm.layouts import LAYOUT_NAMES, CacheTag, Layout
 from turboquant_rocm.layouts.convert import canonicalize, convert
 from turboquant_rocm.layouts.packing import pack, unpack
@@ -255,6 +256,54 @@ def test_conversion_round_trip_and_direct_store(g: dict, seed: int):
                 assert ulp.max() <= 1
             else:
                 assert torch.equal(a, b), name
+
+
+def fp16_ulps(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Largest distance in fp16 steps of two tensors of positive numbers, whose bit patterns are ordered."""
+    return int((a.view(torch.int16).int() - b.view(torch.int16).int()).abs().max())
+
+
+@pytest.mark.parametrize("preset", ["turboquant_4bit_nc", "turboquant_k3v4_nc"])
+@pytest.mark.parametrize("head_size", [64, 96, 128])
+def test_conversion_at_the_ends_of_fp16(preset: str, head_size: int):
+    """The identity while ||k|| / ||c|| fits fp16; beyond, saturation as in a direct store; never infinity."""
+    g = torch.Generator().manual_seed(0)
+    direction = torch.randn((16, 1, head_size), generator=g)
+    direction[8:, 0] = torch.from_numpy(rotation(head_size)[:8].copy()).float()  # one-hot when rotated
+    norms = torch.tensor([0.0, 1e-7, 1e-3, 1.0, 2.0e4, 6.0e4, 65500.0, 1e6]).repeat(2)[:, None, None]
+    key = direction / direction.norm(dim=-1, keepdim=True) * norms
+    layer = layer_spec(head_size, 1, 1, "fp32")
+    caches, layouts = {}, {}
+    for name in LAYOUT_NAMES:
+        bound = reference(layer, preset, name, 16)
+        caches[name], layouts[name] = bound.allocate(1, "cpu"), bound.layout
+        bound.store(key, key.clamp(-1, 1), caches[name], torch.arange(16))
+
+    def norm_of(data: torch.Tensor, name: str) -> torch.Tensor:
+        return read_fp16(field_view(data, layouts[name], "key_norm"))[0, :, 0]
+
+    forward = convert(caches["aos"].data, layouts["aos"], layouts["soa"])
+    back = convert(forward, layouts["soa"], layouts["aos"])
+    raw, folded, again = norm_of(caches["aos"].data, "aos"), norm_of(forward, "soa"), norm_of(back, "aos")
+    assert torch.isfinite(folded).all()
+    assert torch.isfinite(again).all()
+    codes = field_view(caches["aos"].data, layouts["aos"], "key_data")[0, :, 0]
+    c = torch.from_numpy(centroids(head_size, layouts["aos"].preset.key_bits).copy()).double()
+    length = c[unpack(codes, layouts["aos"].preset.key_bits, head_size).long()].norm(dim=-1)
+    fits = raw.double() / length <= 65504
+    assert 10 <= fits.sum() <= 14, "both cases occur"
+    assert fp16_ulps(again[fits], raw[fits]) <= 1
+    assert (folded[~fits] == 65504).all()
+    assert fp16_ulps(again[~fits], (65504 * length[~fits]).clamp(max=65504).half()) == 0
+    assert (again[~fits] < raw[~fits]).any(), "the loss that the documentation speaks of"
+    # As a direct store, where AoS did not lose the norm first: to its own clamp, or to fp16's subnormal numbers.
+    stored = (norms.squeeze() == 0) | ((norms.squeeze() >= 2**-14) & (norms.squeeze() <= 65504))
+    assert fp16_ulps(folded[stored], norm_of(caches["soa"].data, "soa")[stored]) <= 1
+
+    top = caches["soa"].data.clone()  # the largest folded norm there is: ||c|| > 1 must not carry it over
+    field_view(top, layouts["soa"], "key_norm")[:] = torch.tensor([0xFF, 0x7B], dtype=torch.uint8)
+    unfolded = norm_of(convert(top, layouts["soa"], layouts["aos"]), "aos")
+    assert torch.isfinite(unfolded).all()
 
 
 def test_conversion_refuses_other_contents():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.cases import gaussian, layer_spec, reference, shuffled_tables
-from turboquant_rocm import Policy, SpecError, TagError, bind, decide
+from turboquant_rocm import Decision, Policy, SpecError, TagError, bind, decide, get_preset, make_layout
 from turboquant_rocm.backends import get_backend
 from turboquant_rocm.dispatch import IneligibleError
 from turboquant_rocm.spec import LayerSpec, Target
@@ -67,6 +67,11 @@ STORE_FAULTS = {
     "slots too large": ("slot_mapping", torch.arange(58) + 16 * 9 - 57),
     "slots twice": ("slot_mapping", torch.zeros(58, dtype=torch.int64)),
     "counter": ("nonfinite", torch.zeros(2, dtype=torch.float32)),
+    "counter expanded": ("nonfinite", torch.zeros(1, dtype=torch.int32).expand(2)),
+    "counter type": ("nonfinite", [0, 0]),
+    "key device": ("key", torch.zeros(58, 2, 64, dtype=BF16, device="meta")),
+    "value device": ("value", torch.zeros(58, 2, 64, dtype=BF16, device="meta")),
+    "slots device": ("slot_mapping", torch.zeros(58, dtype=torch.int64, device="meta")),
     "cache type": ("cache", torch.zeros(9, 16, 2, 70, dtype=torch.uint8)),
 }
 
@@ -104,10 +109,29 @@ DECODE_FAULTS = {
     "loc start": ("query_start_loc", torch.tensor([1, 1, 2, 3], dtype=INT)),
     "scale nan": ("scale", math.nan),
     "scale zero": ("scale", 0.0),
+    "scale text": ("scale", "0.1"),
+    "scale bool": ("scale", True),
+    "scale tensor": ("scale", torch.tensor(0.1)),
+    "scale huge": ("scale", 10**400),
     "max query": ("max_query_len", 0),
+    "max query float": ("max_query_len", 1.0),
+    "max query bool": ("max_query_len", True),
+    "max query huge": ("max_query_len", 1 << 40),
     "sinks unwanted": ("sinks", torch.zeros(6)),
+    "sinks unwanted list": ("sinks", [0.0] * 6),
+    "query device": ("query", torch.zeros(3, 6, 64, dtype=BF16, device="meta")),
+    "lens device": ("seq_lens", torch.zeros(3, dtype=INT, device="meta")),
+    "table device": ("block_table", torch.zeros(3, 3, dtype=INT, device="meta")),
+    "loc device": ("query_start_loc", torch.zeros(4, dtype=INT, device="meta")),
     "out shape": ("out", torch.zeros(3, 6, 32, dtype=BF16)),
+    "out device": ("out", torch.zeros(3, 6, 64, dtype=BF16, device="meta")),
+    "out expanded": ("out", torch.zeros(6, 64, dtype=BF16).expand(3, 6, 64)),
+    "out expanded dims": ("out", torch.zeros(3, 6, 1, dtype=BF16).expand(3, 6, 64)),
+    "out tracked": ("out", torch.zeros(3, 6, 64, dtype=BF16, requires_grad=True)),
+    "out type": ("out", [[0.0]]),
     "lse dtype": ("lse", torch.zeros(3, 6, dtype=BF16)),
+    "lse expanded": ("lse", torch.zeros(3, 1).expand(3, 6)),
+    "lse tracked": ("lse", torch.zeros(3, 6, requires_grad=True)),
 }
 
 
@@ -139,7 +163,59 @@ def test_sinks_are_needed_where_the_layer_has_them():
         decode(bound, good)
     with pytest.raises(SpecError, match=r"sinks=\(5,\)"):
         decode(bound, {**good, "sinks": torch.zeros(5)})
+    for wrong in ([0.0] * 6, torch.zeros(6, dtype=BF16), torch.zeros(6, device="meta")):
+        with pytest.raises(SpecError) as error:
+            decode(bound, {**good, "sinks": wrong})
+        assert error.value.field == "sinks"
     decode(bound, {**good, "sinks": torch.zeros(6)})
+
+
+def test_results_may_have_any_strides_but_no_shared_elements(bound):
+    """A stride of 0 matters only where there are several elements to share it."""
+    one = {"block_table": torch.zeros(1, 1, dtype=INT), "seq_lens": torch.tensor([5], dtype=INT)}
+    good = call(bound)
+    store(bound, good)
+    good = {**good, **one, "query": good["query"][:1]}
+    want = decode(bound, good)
+    out = torch.zeros(6, 64, dtype=BF16).as_strided((1, 6, 64), (0, 64, 1))
+    decode(bound, {**good, "out": out})
+    assert torch.equal(out, want)
+
+
+@pytest.fixture
+def dirty_memory():
+    """New tensors hold NaN instead of what was there before."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_rows_of_no_sequence_are_zero_in_new_results_and_untouched_in_given_ones(bound, dirty_memory):
+    assert torch.empty(1).isnan(), "memory that nobody writes would go unnoticed"
+    good = call(bound)
+    store(bound, good)
+    query = gaussian((8, 6, 64), torch.Generator().manual_seed(1), BF16)
+    more = {"query": query, "query_start_loc": torch.tensor([0, 1, 3, 4], dtype=INT)}
+    out, lse = decode(bound, {**good, **more, "return_lse": True})
+    assert out[:4].any(-1).all()
+    assert lse[:4].isfinite().all()
+    assert (out[4:] == 0).all()
+    assert (lse[4:] == -math.inf).all()
+    given = {"out": torch.full((8, 6, 64), 7.0, dtype=BF16), "lse": torch.full((8, 6), 7.0)}
+    decode(bound, {**good, **more, **given})
+    assert torch.equal(given["out"][:4], out[:4])
+    assert (given["out"][4:] == 7).all()
+    assert (given["lse"][4:] == 7).all()
+
+    from turboquant_rocm import attend_prefill
+
+    raw = gaussian((8, 2, 64), torch.Generator().manual_seed(2), BF16)
+    names = ("cache", "block_table", "seq_lens")
+    got, sums = attend_prefill(
+        bound, query, raw, raw, *(good[n] for n in names), more["query_start_loc"], return_lse=True
+    )
+    assert torch.equal(got, out)
+    assert torch.equal(sums, lse)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +223,14 @@ def test_sinks_are_needed_where_the_layer_has_them():
     [
         ("starts", torch.tensor([-1, 0, 0], dtype=INT)),
         ("starts", torch.zeros(2, dtype=INT)),
+        ("starts", torch.zeros(3, dtype=INT, device="meta")),
         ("dtype", torch.int8),
+        ("dtype", "bf16"),
+        ("total", 57),
+        ("total", -1),
+        ("total", 58.0),
+        ("total", True),
+        ("total", torch.tensor(58)),
     ],
 )
 def test_dequantize_refuses_by_name(bound, argument: str, value: object):
@@ -214,6 +297,95 @@ def test_bind_refuses_unknown_checks():
         bind(decision, speed="high")
 
 
+LAYER, FOUR_BIT = layer_spec(64, 2, 3), get_preset("4bit_nc")
+
+
+@pytest.mark.parametrize(
+    ("decision", "message"),
+    [
+        (Decision(LAYER, CPU, FOUR_BIT, 16, "triton_aos", "soa"), r"decision layout='soa' \(wants aos"),
+        (Decision(LAYER, CPU, FOUR_BIT, 16, "torch_reference", "columns"), "layout='columns'"),
+        (Decision(LAYER, CPU, FOUR_BIT, 16, "fastest", "soa"), "backend='fastest'"),
+        (Decision(LAYER.with_(head_size=36), CPU, FOUR_BIT, 16, "torch_reference", "soa"), "rotation=36"),
+        (Decision(LAYER.with_(kind="mla"), CPU, FOUR_BIT, 16, "torch_reference", "soa"), "kind=mla"),
+        (Decision(LAYER, CPU, FOUR_BIT, 16, "flydsl_gfx950", "soa"), "head_size=64"),
+        (Decision(LAYER, CPU, FOUR_BIT, 7, "triton_soa", "soa"), "block_size=7"),
+        (Decision(LAYER, CPU, FOUR_BIT, 16.0, "torch_reference", "soa"), r"block_size=16\.0"),
+        ("torch_reference", "decision='str'"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_bind_refuses_decisions_that_no_kernel_could_serve(decision: object, message: str):
+    """decide() makes none of these; a Decision made or changed by hand can say anything."""
+    with pytest.raises(SpecError, match=message):
+        bind(decision)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("fill", 256),
+        ("fill", -1),
+        ("fill", 1.0),
+        ("fill", True),
+        ("num_blocks", 0),
+        ("num_blocks", 2.0),
+        ("num_blocks", True),
+        ("device", "warp"),
+        ("device", 1.5),
+    ],
+)
+def test_allocate_refuses_by_name(bound, argument: str, value: object):
+    with pytest.raises(SpecError) as error:
+        bound.allocate(**{"num_blocks": 1, "device": "cpu", argument: value})
+    assert error.value.field == argument
+
+
+@pytest.mark.parametrize(("first", "second"), [(16, 16.0), (1, True)])
+def test_equal_numbers_of_another_type_miss_the_cache_of_layouts(first: object, second: object):
+    """16 == 16.0 and 1 == True, also as keys of a cache: what was refused fresh must be refused when warm."""
+    make_layout("soa", FOUR_BIT, 64, 2, first)
+    with pytest.raises(SpecError, match="block_size"):
+        make_layout("soa", FOUR_BIT, 64, 2, second)
+
+
+# ---- warm-up -----------------------------------------------------------------------------------------------
+
+
+def test_warmup_of_the_reference_has_nothing_to_do(bound):
+    assert bound.warmup(4, 1024, 5, device="cpu") == 0
+
+
+def test_warmup_reaches_the_backend(bound, monkeypatch: pytest.MonkeyPatch):
+    seen = []
+    monkeypatch.setattr(
+        bound.ops, "warmup", lambda *args, **more: seen.append((args, more)) or 11, raising=False
+    )
+    assert bound.warmup(4, 1024, 5, device="cpu", dtype=BF16, lse=False, workspace="mine") == 11
+    wanted = {"device": torch.device("cpu"), "dtype": BF16, "lse": False, "workspace": "mine"}
+    assert seen == [((4, 1024, 5), wanted)]
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("max_batch", 0),
+        ("max_batch", 2.0),
+        ("max_context", 0),
+        ("max_context", "long"),
+        ("max_query_len", True),
+        ("max_query_len", 0),
+        ("device", "warp"),
+        ("dtype", torch.int8),
+        ("lse", 1),
+    ],
+)
+def test_warmup_refuses_by_name(bound, argument: str, value: object):
+    with pytest.raises(SpecError) as error:
+        bound.warmup(**{"max_batch": 4, "max_context": 1024, "device": "cpu", argument: value})
+    assert error.value.field == argument
+
+
 def test_wrapped_memory_is_checked(bound):
     layout = bound.layout
     good = torch.zeros((3, *layout.shape), dtype=torch.uint8)
@@ -235,6 +407,20 @@ def test_wrapped_memory_is_checked(bound):
         padded.wrap(good)
     with pytest.raises(TagError, match="block_stride"):
         bound.wrap(good, padded.tag)
+    with pytest.raises(SpecError, match="cache='NoneType'"):
+        bound.wrap(None)
+    with pytest.raises(SpecError, match="tag='dict'"):
+        bound.wrap(good, bound.tag.to_dict())
+
+
+def test_a_foreign_tag_is_reported_before_the_shape_it_explains(bound):
+    """The shape of another preset's cache is wrong because its preset is: that is the error to read."""
+    other = reference(layer_spec(64, 2, 3), "turboquant_3bit_nc", "soa", 16)
+    cache = other.allocate(2, "cpu")
+    with pytest.raises(TagError, match="preset=turboquant_3bit_nc"):
+        bound.wrap(cache.data, cache.tag)
+    with pytest.raises(SpecError, match="cache="):
+        bound.wrap(cache.data)
 
 
 @pytest.mark.parametrize("slot_stride", [70, 72, 96, 128, 192])

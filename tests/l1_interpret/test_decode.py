@@ -152,3 +152,20 @@ def test_strides(device):
     assert torch.equal(lse[1:].T, want_lse)
     assert not out[:, :2].any()
     assert not out[..., d:].any()
+
+
+def test_warmup_reserves_what_decode_takes(device):
+    """Through the bound layer; after it, no call in the range makes the workspace grow."""
+    from turboquant_rocm.backends._triton.workspace import Workspace
+
+    config, case = Config(most_queries=4), Case((40, 5, 17), (4, 1, 2), splits=2)
+    setup = set_up(config, case, device)
+    space = Workspace(device)
+    kernels = setup.bound.warmup(3, 48, 4, device=device, workspace=space)
+    reserved = space.nbytes
+    assert kernels == 3, "prepare, decode and reduce; interpreted ones have no specialisations"
+    assert reserved > 0
+    setup.bound.decode(
+        setup.query, setup.cache, setup.table, setup.lens, setup.starts, max_query_len=4, workspace=space
+    )
+    assert space.nbytes == reserved
