@@ -107,7 +107,7 @@ def test_graph(layout, most_queries, target):
     case = Case((context - 16,) * batch, queries)
     setup = set_up(config, case, "cuda", target)
     setup.bound.checks = "off"
-    setup.bound.ops.warmup(batch, setup.table.shape[1] * 16, most_queries)
+    setup.bound.warmup(batch, setup.table.shape[1] * 16, most_queries)
     pages = setup.table.clone()
     out = torch.full_like(setup.query, float("nan"))
     lse = torch.full(setup.query.shape[:2], float("nan"), device="cuda")
@@ -176,7 +176,7 @@ def test_hundred_mixed_steps_compile_nothing(target):
     config = Config("k3v4_nc", "soa", 64, 2, 4, most_queries=4)
     setup = set_up(config, Case((900,) * 8), "cuda", target)
     setup.bound.checks = "off"
-    kernels = setup.bound.ops.warmup(8, setup.table.shape[1] * 16, 4)
+    kernels = setup.bound.warmup(8, setup.table.shape[1] * 16, 4)
     assert kernels <= 24, f"{kernels} specialisations"
     compiled: list[object] = []
     triton.knobs.runtime.jit_post_compile_hook = lambda *a, **k: compiled.append(k)
