@@ -175,5 +175,5 @@ def get_backend(name: str) -> Backend:
     _discover()
     try:
         return _REGISTRY[name]
-    except KeyError:
+    except (KeyError, TypeError):  # not known, or not even a name
         raise SpecError("backend", name, "one of " + ", ".join(b.name for b in backends())) from None

@@ -47,6 +47,19 @@ ENVIRONMENT_VARIABLES: Final = MappingProxyType(
 """Every environment variable that changes a decision, with what it means."""
 
 
+def checked_type(name: str, value: object, kind: type, how: str = "") -> None:
+    """SpecError unless argument ``name`` is a ``kind``. how: where to get one."""
+    if not isinstance(value, kind):
+        raise SpecError(name, value, f"a {kind.__name__}{how}")
+
+
+def check_question(target: object, policy: object, environment: object) -> None:
+    """SpecError where the arguments that questions to the dispatcher share are of a wrong type."""
+    checked_type("target", target, Target, ", as from get_target('gfx950')")
+    checked_type("policy", policy, Policy, ", as from Policy.named('strict')")
+    checked_type("environment", environment, Environment)
+
+
 def _names(text: str) -> frozenset[str]:
     return frozenset(filter(None, (name.strip() for name in text.split(","))))
 
@@ -128,7 +141,7 @@ class Policy:
     @classmethod
     def named(cls, name: str) -> Policy:
         """The policy ``configs/policy/<name>.yaml``; SpecError if there is none."""
-        if not name.replace("-", "").replace("_", "").isalnum():
+        if not isinstance(name, str) or not name.replace("-", "").replace("_", "").isalnum():
             raise SpecError("policy", name, "a name of letters, digits and dashes")
         try:
             data = load_yaml("policy", f"{name}.yaml")
@@ -273,11 +286,16 @@ def decide(
 ) -> Decision:
     """Choose the backend of one layer; IneligibleError lists every backend with every reason.
 
+    SpecError names an argument that is wrong.
+
     policy: default :meth:`Policy.from_environment`. environment: the packages there are (default: probed if
     ``target.local``, else taken to be installed).
     """
     policy = Policy.from_environment() if policy is None else policy
-    request = Request(layer, target, get_preset(preset), block_size, environment or Environment())
+    environment = Environment() if environment is None else environment
+    checked_type("layer", layer, LayerSpec)
+    check_question(target, policy, environment)
+    request = Request(layer, target, get_preset(preset), block_size, environment)
     question = (
         replace(layer, index=0, notes=(), kv_shared_with=None),
         target,

@@ -194,9 +194,9 @@ def load_model(source: str | os.PathLike[str] | Mapping[str, Any]) -> ModelSpec:
     """
     if isinstance(source, Mapping):
         return _from_data(source, "model", "a mapping")
-    text = os.fspath(source)
-    if not text or "\0" in text:
-        raise SpecError("model", text, "a name, a path or a model id")
+    text = os.fspath(source) if isinstance(source, str | os.PathLike) else source
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise SpecError("model", text, "a name, a path, a model id or a parsed config")
     name = text.lower()
     if name in bundled_models():
         path = resources.files("turboquant_rocm.configs").joinpath("models", f"{name}.yaml")

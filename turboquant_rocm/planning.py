@@ -16,7 +16,15 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from .backends import get_backend
-from .dispatch import Decision, IneligibleError, Policy, log_decision, resolve
+from .dispatch import (
+    Decision,
+    IneligibleError,
+    Policy,
+    check_question,
+    checked_type,
+    log_decision,
+    resolve,
+)
 from .eligibility import Refusal, Request
 from .modelspec import pad_heads as pad_model_heads
 from .modelspec import split
@@ -24,7 +32,17 @@ from .packages import Environment
 from .pages import PageGroup, Pages, native_block_bytes, quantized_block_bytes, unify
 from .prefill import PrefillChoice, prefill_route
 from .presets import get_preset
-from .spec import AttentionKind, Dtype, LayerSpec, ModelSpec, Preset, SpecError, Target, checked_int
+from .spec import (
+    AttentionKind,
+    Dtype,
+    LayerSpec,
+    ModelSpec,
+    Preset,
+    SpecError,
+    Target,
+    checked_int,
+    is_number,
+)
 
 __all__ = [
     "DEFAULT_BLOCK_SIZE",
@@ -87,24 +105,27 @@ class Question:
     weights_gib: float | None = None
 
     def __post_init__(self) -> None:
+        checked_type("model", self.model, ModelSpec, ", as from load_model('qwen3-32b')")
+        checked_type("preset", self.preset, Preset)
+        check_question(self.target, self.policy, self.environment)
         for name, low, high in (("block_size", 1, 1 << 20), ("rows", 1, 1 << 20), ("tp", 1, 1 << 16)):
             checked_int(name, getattr(self, name), low, high)
         if self.block_size % BLOCK_STEP:
             raise SpecError(
                 "block_size", self.block_size, f"a multiple of {BLOCK_STEP}, as serving engines have it"
             )
-        if self.protect is not None and not (isinstance(self.protect, int) and 0 <= self.protect <= 10_000):
-            raise SpecError("protect", self.protect, "an integer >= 0")
+        if self.protect is not None:
+            checked_int("protect", self.protect, 0, 10_000)
         kinds = {str(kind) for kind in AttentionKind}
         for entry in self.skip:
-            if isinstance(entry, int):
+            if isinstance(entry, int) and not isinstance(entry, bool):
                 if not 0 <= entry < len(self.model.layers):
                     raise SpecError("skip_layers", entry, f"a layer from 0 to {len(self.model.layers) - 1}")
             elif entry not in kinds:
                 raise SpecError("skip_layers", entry, "layer indices, or kinds: " + ", ".join(sorted(kinds)))
         for name in ("memory_gib", "weights_gib"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < 1e9:
+            if value is not None and not (is_number(value) and value < 1e9):
                 raise SpecError(name, value, "a number of GiB > 0")
 
     @property
@@ -466,7 +487,8 @@ def plan(
     """Decide every layer of ``model`` (on all heads) for ``target``. Parameters: see :class:`Question`.
 
     policy: default :meth:`Policy.from_environment`. Layers that no backend serves are in ``Plan.refused``, with every
-    reason; only an impossible question (a tp that does not divide the heads, an unknown preset) raises SpecError.
+    reason; only an impossible question (a tp that does not divide the heads, an unknown preset, an argument of the
+    wrong type) raises SpecError, which names the argument.
     Each group of equal decisions is logged once (see :mod:`.dispatch`).
     """
     question = Question(
@@ -476,9 +498,9 @@ def plan(
         block_size=block_size,
         tp=tp,
         policy=Policy.from_environment() if policy is None else policy,
-        environment=environment or Environment(),
+        environment=Environment() if environment is None else environment,
         protect=protect,
-        skip=frozenset(skip),
+        skip=_skipped(skip),
         pad_heads=pad_heads,
         dtype=_dtype(dtype),
         rows=rows,
@@ -488,6 +510,16 @@ def plan(
     answer = answer_question(question)
     _log(answer)
     return answer
+
+
+def _skipped(value: Collection[int | str]) -> frozenset[int | str]:
+    wants = "a collection of layer indices and kinds, such as {0, 'sliding'}"
+    if isinstance(value, str | bytes) or not isinstance(value, Collection):
+        raise SpecError("skip", value, wants)
+    try:
+        return frozenset(value)
+    except TypeError:  # an entry that has no hash
+        raise SpecError("skip", value, wants) from None
 
 
 def _dtype(value: Dtype | str | None) -> Dtype | None:

@@ -46,7 +46,8 @@ def get_preset(name: str | Preset) -> Preset:
     if isinstance(name, Preset):
         return name
     table = presets()
-    for candidate in (name, f"turboquant_{name}"):
-        if candidate in table:
-            return table[candidate]
+    if isinstance(name, str):
+        for candidate in (name, f"turboquant_{name}"):
+            if candidate in table:
+                return table[candidate]
     raise SpecError("preset", name, "one of " + ", ".join(table))

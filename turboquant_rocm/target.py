@@ -53,7 +53,7 @@ def get_target(arch: str | Target) -> Target:
     if arch == "local":
         return detect()
     table = targets()
-    name = _canonical(arch)
+    name = _canonical(arch) if isinstance(arch, str) else ""
     if name not in table:
         raise SpecError("target", arch, "local, or one of " + ", ".join(table))
     return table[name]

@@ -534,3 +534,66 @@ def test_only_slower_backends_are_fallbacks():
     assert Code.POLICY not in {r.code for r in found["flydsl_gfx950"]}
     assert not found["triton_soa"]
     assert [r.code for r in found["triton_aos"]] == [Code.POLICY]
+
+
+# ---- arguments of the wrong kind are named --------------------------------------------------------------
+
+WRONG = [5, True, 1.5, float("nan"), "", "x", b"x", [], [1], [[]], {}, {"a": 1}]
+# Arguments of plan, with the values of WRONG that are right for them.
+ARGUMENTS: dict[str, list[object]] = {
+    "preset": [],
+    "block_size": [],
+    "tp": [],
+    "policy": [],
+    "environment": [],
+    "protect": [5],
+    "skip": [[], [1], {}],
+    "pad_heads": [5],
+    "dtype": [],
+    "rows": [5],
+    "memory_gib": [],
+    "weights_gib": [5, 1.5],
+}
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        (name, value)
+        for name, right in ARGUMENTS.items()
+        for value in WRONG
+        if not any(type(value) is type(other) and value == other for other in right)
+    ],
+)
+def test_plan_names_the_argument_that_is_wrong(argument: str, value: object):
+    with pytest.raises(SpecError) as caught:
+        plan(load_model("qwen3-32b"), get_target("gfx950"), **{argument: value})
+    # 5 GiB are less than the weights, and skip is skip_layers on the command line.
+    assert caught.value.field in (argument, {"memory_gib": "memory", "skip": "skip_layers"}.get(argument))
+
+
+@pytest.mark.parametrize("value", [*WRONG, None], ids=repr)
+def test_models_and_targets_that_are_none_are_named(value: object):
+    with pytest.raises(SpecError, match=r"^model="):
+        plan(value, get_target("gfx950"))
+    with pytest.raises(SpecError, match=r"^target="):
+        plan(load_model("qwen3-32b"), value)
+    with pytest.raises(SpecError, match=r"^layer="):
+        decide(value, get_target("gfx950"), "4bit_nc", 16)
+    for target in (value, "gfx950"):
+        with pytest.raises(SpecError, match=r"^target=.*get_target"):
+            decide(GQA8, target, "4bit_nc", 16)
+    with pytest.raises(SpecError, match=r"^preset="):
+        decide(GQA8, get_target("gfx950"), value, 16)
+    with pytest.raises(SpecError, match=r"^target="):
+        get_target(value)
+    with pytest.raises(SpecError, match=r"^backend="):
+        get_backend(value)
+    if not isinstance(value, dict):
+        with pytest.raises(SpecError, match=r"^model="):
+            load_model(value)
+    if value is not None:  # which stands for the default
+        with pytest.raises(SpecError, match=r"^policy="):
+            decide(GQA8, get_target("gfx950"), "4bit_nc", 16, value)
+        with pytest.raises(SpecError, match=r"^environment="):
+            decide(GQA8, get_target("gfx950"), "4bit_nc", 16, environment=value)
