@@ -13,7 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-import yaml
+from turboquant_rocm.presets import parse_yaml
+from turboquant_rocm.spec import SpecError
 
 __all__ = ["MATRIX", "MODES", "ROOT", "Leg", "MatrixError", "MaySkip", "load_legs"]
 
@@ -132,8 +133,8 @@ def _leg(name: str, data: Any) -> Leg:
 def load_legs(path: Path = MATRIX) -> Mapping[str, Leg]:
     """All legs by name, in the order of the file; MatrixError names what is wrong with it."""
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+        data = parse_yaml(path.read_text(encoding="utf-8"), path.name)
+    except (OSError, SpecError) as error:
         raise MatrixError(f"{path.name}: {error}") from None
     if not isinstance(data, dict) or data.get("version") != 1 or not isinstance(data.get("legs"), dict):
         raise MatrixError(f"{path.name}: wants version: 1 and a mapping legs")

@@ -22,9 +22,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
-
 from .hf_config import MAX_LAYERS, model_from_config, parse_json
+from .presets import load_yaml, parse_yaml
 from .spec import AttentionKind, LayerSpec, ModelSpec, SpecError, is_number
 
 __all__ = ["bundled_models", "load_model", "model_from_config", "pad_heads", "split"]
@@ -56,34 +55,6 @@ def _read(path: Path) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise SpecError("model", f"{path.name}: byte {error.start} is not UTF-8", "UTF-8 text") from None
-
-
-# Bundled descriptions and those of users go through the same loader.
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-def _parse_yaml(text: str, source: str) -> Any:
-    """Parsed YAML; SpecError names ``source``. Aliases are refused: a few lines of them stand for gigabytes."""
-    try:
-        for event in yaml.parse(text, Loader=_Loader):
-            if isinstance(event, yaml.AliasEvent):
-                mark: Any = event.start_mark
-                raise SpecError(source, f"*{event.anchor} in line {mark.line + 1}", "YAML without aliases")
-        return yaml.load(text, Loader=_Loader)  # a safe loader
-    except SpecError:
-        raise
-    # the constructors of explicit tags (!!int, !!bool, !!timestamp) raise what their conversion raises
-    except (
-        yaml.YAMLError,
-        ValueError,
-        RecursionError,
-        LookupError,
-        AttributeError,
-        TypeError,
-        OverflowError,
-    ) as error:
-        detail = " ".join(str(error).split())[:200]
-        raise SpecError(source, detail, "valid YAML") from None
 
 
 def _from_layers(data: Mapping[str, Any], source: str) -> ModelSpec:
@@ -199,10 +170,7 @@ def load_model(source: str | os.PathLike[str] | Mapping[str, Any]) -> ModelSpec:
         raise SpecError("model", text, "a name, a path, a model id or a parsed config")
     name = text.lower()
     if name in bundled_models():
-        path = resources.files("turboquant_rocm.configs").joinpath("models", f"{name}.yaml")
-        return _from_data(
-            _parse_yaml(path.read_text(encoding="utf-8"), name), name, f"configs/models/{name}.yaml"
-        )
+        return _from_data(load_yaml("models", f"{name}.yaml"), name, f"configs/models/{name}.yaml")
     try:
         path_given = Path(text).expanduser()
         if path_given.is_dir():
@@ -222,7 +190,7 @@ def load_model(source: str | os.PathLike[str] | Mapping[str, Any]) -> ModelSpec:
     if exists:
         content = _read(path_given)
         if path_given.suffix.lower() in (".yaml", ".yml"):
-            return _from_data(_parse_yaml(content, path_given.name), label, path_given.name)
+            return _from_data(parse_yaml(content, path_given.name), label, path_given.name)
         return _from_data(parse_json(content, path_given.name), label, path_given.name)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", text):
         try:
@@ -246,12 +214,7 @@ def load_model(source: str | os.PathLike[str] | Mapping[str, Any]) -> ModelSpec:
 
 @cache
 def _hub_ids() -> dict[str, str]:
-    folder = resources.files("turboquant_rocm.configs").joinpath("models")
-    found = {}
-    for name in bundled_models():
-        data = _parse_yaml(folder.joinpath(f"{name}.yaml").read_text(encoding="utf-8"), name)
-        found[name] = str(data.get("name", name))
-    return found
+    return {name: str(load_yaml("models", f"{name}.yaml").get("name", name)) for name in bundled_models()}
 
 
 # ---- changing a model -----------------------------------------------------------------------------------

@@ -5,19 +5,70 @@ from __future__ import annotations
 from functools import cache
 from importlib import resources
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
 from .spec import Preset, SpecError
 
-__all__ = ["get_preset", "load_yaml", "preset_names", "presets"]
+__all__ = ["get_preset", "load_yaml", "parse_yaml", "preset_names", "presets"]
+
+
+_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_MERGE: Final = "tag:yaml.org,2002:merge"
+
+
+class _Loader(_Base):  # type: ignore[misc]
+    """A safe loader that refuses a key given twice, of which YAML libraries silently keep the last."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        keys = [key for key, _ in node.value if key.tag != _MERGE]
+        found = super().construct_mapping(node, deep)
+        seen = set()
+        for key in keys:
+            value = self.construct_object(key, deep=True)
+            if value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{str(value)[:80]} is given twice", key.start_mark
+                )
+            seen.add(value)
+        return found
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """Parsed YAML; SpecError names ``source`` and the place of a mistake.
+
+    Keys given twice are refused, and so are aliases: a few lines of them stand for gigabytes.
+    """
+    try:
+        if "*" in text:
+            for event in yaml.parse(text, Loader=_Loader):
+                if isinstance(event, yaml.AliasEvent):
+                    mark: Any = event.start_mark
+                    raise SpecError(
+                        source, f"*{event.anchor} in line {mark.line + 1}", "YAML without aliases"
+                    )
+        return yaml.load(text, Loader=_Loader)  # a safe loader
+    except SpecError:
+        raise
+    # the constructors of explicit tags (!!int, !!bool, !!timestamp) raise what their conversion raises
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+        LookupError,
+        AttributeError,
+        TypeError,
+        OverflowError,
+    ) as error:
+        detail = " ".join(str(error).split())[:200]
+        raise SpecError(source, detail, "valid YAML") from None
 
 
 def load_yaml(*parts: str) -> Any:
     """The parsed YAML file ``configs/<parts>`` of the installed package."""
     text = resources.files("turboquant_rocm.configs").joinpath(*parts).read_text(encoding="utf-8")
-    return yaml.safe_load(text)
+    return parse_yaml(text, "/".join(("configs", *parts)))
 
 
 @cache

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from turboquant_rocm.presets import parse_yaml
+
 from .workloads import Measured
 
 FILE = Path(__file__).resolve().parents[2] / "configs" / "sim_budgets.yaml"
@@ -30,9 +32,7 @@ def quantities(counters: Any) -> dict[str, int]:
 
 def load(path: Path = FILE) -> dict[str, Any]:
     """The budget file, checked."""
-    import yaml
-
-    data = yaml.safe_load(path.read_text())
+    data = parse_yaml(path.read_text(encoding="utf-8"), path.name)
     if data.get("version") != 1 or not isinstance(data.get("budgets"), dict):
         raise ValueError(f"{path}: not a version 1 budget file")
     return data

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections import Counter
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from turboquant_rocm import AttentionKind, SpecError, load_model
 from turboquant_rocm.hf_config import HEADS, HIDDEN, LAYERS, model_from_config, model_type_facts
 from turboquant_rocm.modelspec import bundled_models, pad_heads, split
-from turboquant_rocm.presets import load_yaml
+from turboquant_rocm.presets import load_yaml, parse_yaml
 from turboquant_rocm.spec import AttentionKind as K
 from turboquant_rocm.spec import ModelSpec
 
@@ -982,3 +984,62 @@ def test_the_list_of_plain_types():
     data = load_yaml("model_types.yaml")
     assert len(set(data["plain"])) == len(data["plain"])
     assert not set(data["plain"]) & set(data["types"])
+
+
+# ---- YAML: one loader for all files ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "line"),
+    [
+        (f"layers: [{{{SMALL}}}]\nname: a\nname: b\n", "name", 3),
+        (f"layers:\n- {{{SMALL},\n   num_heads: 4}}\n", "num_heads", 3),
+        ("config:\n  model_type: llama\n  hidden_size: 64\n  model_type: gemma\n", "model_type", 4),
+        ("1: a\n0x1: b\n", "1", 2),
+        ("name: a\n'name': a\n", "name", 2),
+    ],
+)
+def test_keys_given_twice_are_refused(tmp_path: Path, text: str, key: str, line: int):
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(SpecError, match=f"{key} is given twice.*line {line}") as caught:
+        load_model(file)
+    assert caught.value.field == "mine.yaml"
+
+
+def test_merged_keys_are_not_given_twice():
+    assert parse_yaml("<<: {a: 1, b: 2}\na: 3\n", "x") == {"a": 3, "b": 2}
+
+
+def test_a_duplicate_in_our_own_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "presets.yaml").write_text("version: 1\nversion: 1\npresets: {}\n")
+    monkeypatch.setattr(resources, "files", lambda package: tmp_path)
+    with pytest.raises(SpecError, match=r"configs/presets.yaml=.*version is given twice"):
+        load_yaml("presets.yaml")
+
+
+def test_deep_yaml_is_refused_in_bounded_time(tmp_path: Path):
+    file = tmp_path / "deep.yaml"
+    for text in ("[" * 10**6, "{a: " * 10**6, "- " * 10**6, "? " * 10**5, "[" * 900 + "]" * 900):
+        file.write_text(text)
+        started = time.monotonic()
+        with pytest.raises(SpecError):
+            load_model(file)
+        assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize("folder", ["configs", "turboquant_rocm", "ci", "backends"])
+def test_no_module_reads_yaml_on_its_own(folder: str):
+    root = Path(__file__).parents[2]
+    for path in (root / folder).rglob("*.py"):
+        if path.name != "presets.py" and path.parent.name != "bench":
+            text = path.read_text(encoding="utf-8")
+            assert not re.search(r"yaml\.(\w+_)?load", text), f"{path}: use presets.parse_yaml"
+
+
+def test_every_file_of_configs_can_be_read():
+    root = Path(__file__).parents[2] / "configs"
+    files = sorted(root.rglob("*.yaml"))
+    assert len(files) > 30
+    for path in files:
+        assert isinstance(parse_yaml(path.read_text(encoding="utf-8"), path.name), dict), path
