@@ -53,7 +53,7 @@ format: $(DEV) ## rewrite the source as `make lint` wants it
 	$(PY) -m ruff format .
 
 typecheck: $(DEV) ## mypy --strict
-	$(PY) -m mypy -p turboquant_rocm
+	$(PY) -m mypy -p turboquant_rocm -p ci
 
 check: lint typecheck test ## what CI runs
 

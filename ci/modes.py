@@ -52,7 +52,7 @@ class Mode:
     ) -> BoundLayer:
         """A bound layer of ``backend``; IneligibleError with every reason if it cannot serve the layer."""
         decision = decide(layer, self.target, preset, block_size, Policy(force=backend, layout=layout))
-        fixed = {"splits": splits} if splits and get_backend(backend).max_splits else {}
+        fixed: dict[str, Any] = {"splits": splits} if splits and get_backend(backend).max_splits else {}
         return bind(decision, **fixed)
 
     @contextmanager

@@ -9,6 +9,9 @@ Every kernel is checked against the reference before it is timed.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -24,7 +27,7 @@ def copy_ceiling() -> float:
     source = torch.randint(0, 1 << 30, (1 << 28,), dtype=torch.int32, device=DEVICE)
     target = torch.empty_like(source)
     time, _ = graph_time_us([lambda: target.copy_(source)], 5)
-    return 2 * source.numel() * 4 / time * 1e6
+    return float(2 * source.numel() * 4 / time * 1e6)
 
 
 def copies_for(size: int) -> int:
@@ -32,14 +35,15 @@ def copies_for(size: int) -> int:
 
 
 def store_row(
-    preset: str, layout: str, tokens: int, heads: int, d: int, **options: int
+    preset: str, layout: str, tokens: int, heads: int, d: int, **options: Any
 ) -> tuple[float, float, int]:
     """(time, spread, bytes) of one store of ``tokens`` bf16 tokens."""
     bound = checks.bound_for(preset, layout, d, heads, checks="off")
     store = checks.store_of(bound.layout, **options)
     size = tokens * heads * (2 * d * 2 + bound.layout.slot_bytes)
     blocks = -(-tokens // 16)
-    calls, g = [], torch.Generator(DEVICE).manual_seed(0)
+    calls: list[Callable[[], Any]] = []
+    g = torch.Generator(DEVICE).manual_seed(0)
     for i in range(copies_for(size)):
         key, value = (torch.randn(tokens, heads, d, device=DEVICE, generator=g).bfloat16() for _ in range(2))
         cache = bound.allocate(blocks, DEVICE)
@@ -49,12 +53,12 @@ def store_row(
             bound.store(key.cpu(), value.cpu(), want, slots.cpu())
             store(key, value, cache.data, slots)
             assert checks.differences(cache, want, bound.layout) == {}
-        calls.append(lambda k=key, v=value, c=cache, s=slots: store(k, v, c.data, s))
+        calls.append(partial(store, key, value, cache.data, slots))
     return (*graph_time_us(calls), size)
 
 
 def dequantize_row(
-    preset: str, layout: str, tokens: int, heads: int, d: int, **options: int
+    preset: str, layout: str, tokens: int, heads: int, d: int, **options: Any
 ) -> tuple[float, float, int]:
     """(time, spread, bytes) of one sequence dequantised to bf16."""
     bound = checks.bound_for(preset, layout, d, heads, checks="off")
@@ -63,7 +67,7 @@ def dequantize_row(
     blocks = -(-tokens // 16)
     starts = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     rows = torch.tensor([0, tokens], dtype=torch.int32, device=DEVICE)
-    calls = []
+    calls: list[Callable[[], Any]] = []
     for i in range(copies_for(size)):
         cache = bound.allocate(blocks, DEVICE)
         key = torch.randn(tokens, heads, d, device=DEVICE).bfloat16()
@@ -75,7 +79,7 @@ def dequantize_row(
             want = bound.dequantize(cache, table, rows[1:], dtype=torch.bfloat16)
             assert torch.equal(v, want.value)
             assert float((k.float() - want.key.float()).norm() / want.key.float().norm()) < 3e-3
-        calls.append(lambda c=cache, t=table, k=k, v=v: run(c.data, t, starts, rows, k, v))
+        calls.append(partial(run, cache.data, table, starts, rows, k, v))
     return (*graph_time_us(calls), size)
 
 

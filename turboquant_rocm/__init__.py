@@ -39,7 +39,38 @@ _PUBLIC = {
     "attend_prefill": "continuation",
 }
 
-__all__ = sorted([*_PUBLIC, "__version__"])
+# Literal, so that type checkers see what is public; the same names as in _PUBLIC.
+__all__ = [
+    "LAYOUT_VERSION",
+    "AttentionKind",
+    "BoundLayer",
+    "CacheTag",
+    "Code",
+    "Decision",
+    "Dtype",
+    "IneligibleError",
+    "LayerSpec",
+    "Layout",
+    "ModelSpec",
+    "PagedCache",
+    "Plan",
+    "Policy",
+    "Preset",
+    "Refusal",
+    "SpecError",
+    "TagError",
+    "Target",
+    "__version__",
+    "attend_prefill",
+    "bind",
+    "decide",
+    "get_preset",
+    "get_target",
+    "load_model",
+    "make_layout",
+    "plan",
+    "preset_names",
+]
 
 if TYPE_CHECKING:
     from .continuation import attend_prefill

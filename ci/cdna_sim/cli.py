@@ -75,15 +75,15 @@ def show(console: Any, m: workloads.Measured, mnemonics: bool) -> None:
     w = m.workload
     t = Table(title=f"{w.arch} {w.key}: executed wave-instructions")
     t.add_column("kernel")
-    for c in (*CLASSES, "total"):
-        t.add_column(c, justify="right")
+    for title in (*CLASSES, "total"):
+        t.add_column(title, justify="right")
     for k, c in m.kernels.items():
         t.add_row(k, *(str(c.instructions[x]) for x in CLASSES), str(c.total))
     console.print(t)
     t = Table(
         title=f"{w.arch} ({ARCH[w.arch].name}): issue against bandwidth, {m.bytes_per_element:.3f} bytes per element"
     )
-    for c in (
+    for title in (
         "kernel",
         "waves",
         "loaded B",
@@ -93,7 +93,7 @@ def show(console: Any, m: workloads.Measured, mnemonics: bool) -> None:
         "budget",
         "bound",
     ):
-        t.add_column(c, justify="left" if c == "kernel" else "right")
+        t.add_column(title, justify="left" if title == "kernel" else "right")
     for k, c in m.kernels.items():
         r = model(w.arch, c, m.elements[k], m.bytes_per_element)
         t.add_row(k, str(c.waves), str(c.loaded()), str(c.stored()), str(c.bank_conflict_cycles),

@@ -57,7 +57,7 @@ class GlobalMemory:
         self.arena: Array = np.zeros(0, U8)
         self.shadow: Array | None = None
 
-    def add_bytes(self, name: str, data: bytes, readonly: bool = False, misalign: int = 0) -> Buffer:
+    def add_bytes(self, name: str, data: bytes | Array, readonly: bool = False, misalign: int = 0) -> Buffer:
         """Register a range that has no host array (kernel arguments, code constants)."""
         start = self._end + misalign
         slot = len(self.buffers)

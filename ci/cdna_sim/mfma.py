@@ -132,7 +132,7 @@ def build(ctx: Ctx, ins: Instr, m: Machine) -> Step:
     d_row = ctx.vrow(ins, ins.vdst, bool(ins.acc_cd), nd)
     if ins.src2 >= 256:
         c_row = ctx.vrow(ins, ins.src2 - 256, bool(ins.acc_cd), nd)
-        c_const = None
+        c_const: Any = None
     else:
         value = ctx.const(ins, ins.src2, 32)
         if value is None:
@@ -205,7 +205,7 @@ def build(ctx: Ctx, ins: Instr, m: Machine) -> Step:
                 if x in g.dirty:
                     u |= g.VU[x] != 0
             e = np.broadcast_to(u[..., None], (g.n, 64, shape.per_lane))
-            return shape.inputs(e.astype(np.uint8)).any(-1)
+            return np.asarray(shape.inputs(e.astype(np.uint8)).any(-1))
 
         ua, ub = any_bits(a_row, ra), any_bits(b_row, rb)
         for j, (s, _) in enumerate(scales):

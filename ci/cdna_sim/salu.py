@@ -167,7 +167,7 @@ _SOP1: dict[str, tuple[int, int, Callable[[Array], Array], _SccRule]] = {
 _FLIP1 = {"s_mov_b32", "s_mov_b64", "s_not_b32", "s_not_b64", "s_brev_b32", "s_brev_b64", "s_sext_i32_i8",
           "s_sext_i32_i16"}  # fmt: skip
 
-_CMP: dict[str, Callable[[Array, Array], Array]] = {
+_CMP: dict[str, Callable[[Any, Any], Any]] = {
     "eq": np.equal, "lg": np.not_equal, "gt": np.greater, "ge": np.greater_equal, "lt": np.less, "le": np.less_equal,
 }  # fmt: skip
 

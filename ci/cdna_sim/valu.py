@@ -1122,10 +1122,6 @@ def build_cndmask(ctx: Ctx, ins: Instr) -> Step:
     srcs, dpp = gather_sources(ctx, ins, "ff" if floaty else "uu")
     mget, mshadow, mids = ctx.mask_src(ins, ins.src2 if ins.fmt == "VOP3" else 106)
     if "SDWA" in ins.fmt:
-
-        def select(*_: Any) -> Any:
-            raise AssertionError
-
         cond = Src(lambda g: mget(g), lambda g: [np.where(mshadow(g), ONES, U32(0))], mids)
         op = Op(lambda p, q, c: np.where(c, q, p), "u", "uuu", "any")
         return _sdwa_step(ctx, ins, op, [*srcs, cond], "uuu")
@@ -1137,7 +1133,7 @@ def build_cndmask(ctx: Ctx, ins: Instr) -> Step:
     def step(g: WaveGroup) -> None:
         c = mget(g)
         p, q = a.get(g), b.get(g)
-        r = np.where(c, q, p)
+        r: Any = np.where(c, q, p)
         if floaty:
             r = r.view(U32)
         mask = (None if g.full else g.mask) if dpp is None else dpp.lanes(g)
@@ -1635,6 +1631,16 @@ def _half_of(s: Src, code: int, hi: int, t: str) -> tuple[Getter, Callable[[Wave
     return get, bad
 
 
+def _constant(value: Array) -> Src:
+    """An operand that is the same in every wave, and defined."""
+    return Src(lambda g: value, lambda g: [0], ())
+
+
+def _widened(half: Src) -> Src:
+    """An fp16 operand as fp32."""
+    return Src(lambda g: half.get(g).astype(F32), half.shadow, half.ids)
+
+
 def build_packed16(ctx: Ctx, ins: Instr) -> Step:
     """VOP3P with two 16-bit results."""
     name, where = ins.name, ins.where
@@ -1650,14 +1656,15 @@ def build_packed16(ctx: Ctx, ins: Instr) -> Step:
             raise UnsupportedError(f"clamp on {name}", where)
     codes = [ins.src0, ins.src1, ins.src2][: len(types)]
     his = ins.opsel_hi | (ins.opsel_hi2 << 2)
-    lo_half, hi_half, srcs = [], [], []
+    lo_half: list[tuple[Any, Any]] = []
+    hi_half: list[tuple[Any, Any]] = []
+    srcs: list[Src] = []
     for k, (code, t) in enumerate(zip(codes, types, strict=True)):
         if code < 240 or code == LITERAL or code >= 256:
             s = ctx.src(ins, code, "u")
         else:  # inline float constants supply the 16-bit pattern in the low half
             v = ctx.const(ins, code, 16)
-            c = np.array([[v]], U32)
-            s = Src(lambda g, c=c: c, lambda g: [0], ())
+            s = _constant(np.array([[v]], U32))
         srcs.append(s)
         for dest, sel, negs in ((lo_half, ins.opsel, ins.neg), (hi_half, his, ins.neg_hi)):
             get, bad = _half_of(s, code, sel >> k & 1, t)
@@ -1715,8 +1722,10 @@ def build_packed32(ctx: Ctx, ins: Instr) -> Step:
     if ins.clmp:
         raise UnsupportedError(f"clamp on {name}", where)
     mov = name == "v_pk_mov_b32"
-    fn: Callable[..., Any] = {"v_pk_fma_f32": fl.fma32, "v_pk_mul_f32": np.multiply, "v_pk_add_f32": np.add,
-                              "v_pk_mov_b32": lambda a: a}[name]  # fmt: skip
+    operations: dict[str, Callable[..., Any]] = {
+        "v_pk_fma_f32": fl.fma32, "v_pk_mul_f32": np.multiply, "v_pk_add_f32": np.add, "v_pk_mov_b32": lambda a: a,
+    }  # fmt: skip
+    fn = operations[name]
     count = 3 if name == "v_pk_fma_f32" else 2
     codes = [ins.src0, ins.src1, ins.src2][:count]
     his = ins.opsel_hi | (ins.opsel_hi2 << 2)
@@ -1786,15 +1795,14 @@ def build_mix(ctx: Ctx, ins: Instr) -> Step:
         if his >> k & 1:
             if code < 256 and ctx.const(ins, code, 16) is not None:
                 v = ctx.const(ins, code, 16)
-                c = np.array([[v]], U16).view(F16).astype(F32)
-                s = Src(lambda g, c=c: c, lambda g: [0], ())
+                s = _constant(np.array([[v]], U16).view(F16).astype(F32))
             else:
                 h = (
                     _hi_half(ctx, ins, code, "h")
                     if ins.opsel >> k & 1
                     else _lo_shadow(ctx.src(ins, code, "h"))
                 )
-                s = Src(lambda g, h=h: h.get(g).astype(F32), h.shadow, h.ids)
+                s = _widened(h)
         else:
             s = ctx.src(ins, code, "f")
         s = Src(_with_neg_abs(s.get, bool(ins.neg >> k & 1), bool(ins.neg_hi >> k & 1)), s.shadow, s.ids)

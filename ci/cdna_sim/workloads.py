@@ -52,11 +52,11 @@ def measure(w: Workload, parts: Iterable[str] = ("store", "decode"), check: str 
     """Run the workload and collect counters by kernel name."""
     import torch
 
-    from turboquant_rocm import Decision, LayerSpec, Target, bind, get_preset
+    from turboquant_rocm import Decision, Dtype, LayerSpec, Target, bind, get_preset
 
     g = torch.Generator().manual_seed(7)
     hk, d = NUM_KV_HEADS, w.head_size
-    layer = LayerSpec(0, hk * GQA, hk, d, dtype="bf16")
+    layer = LayerSpec(0, hk * GQA, hk, d, dtype=Dtype.BF16)
     decision = Decision(
         layer, Target("amd", w.arch), get_preset(w.preset), BLOCK_SIZE, f"triton_{w.layout}", w.layout
     )

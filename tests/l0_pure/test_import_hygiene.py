@@ -55,6 +55,12 @@ def test_every_public_name_resolves():
     assert done.returncode == 0, done.stderr
 
 
+def test_public_names_are_those_that_load():
+    import turboquant_rocm
+
+    assert sorted(turboquant_rocm.__all__) == sorted([*turboquant_rocm._PUBLIC, "__version__"])
+
+
 @pytest.mark.parametrize("name", ["backends", "layouts"])
 def test_bare_name_is_refused(name: str):
     """`import backends` at the repository root would register everything a second time."""
