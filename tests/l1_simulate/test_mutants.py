@@ -80,9 +80,10 @@ SOURCE = [
     _s("norm correction left out", "decode", "norm = norm * tl.rsqrt(total + _CENTROID_EPS)", "norm = norm * 1.0",
        layout="aos"),
     _s("lse without the sum", "decode", "lse = largest + tl.log2(total_weight)", "lse = largest"),
-    _s("key token stride", "decode", "+ k_row * KEY_DATA[1]", "+ k_row * KEY_DATA[2]"),
-    _s("value token stride", "decode", "_spread(v_base, v_group, GROUPS) + v_token * VALUE_DATA[1]",
-       "_spread(v_base, v_group, GROUPS) + v_token * VALUE_DATA[2]"),
+    _s("token stride", "decode", "_spread(base, group, COUNT) + row * FIELD[1]",
+       "_spread(base, group, COUNT) + row * FIELD[2]"),
+    _s("alignment of key rows", "decode", "k_row * KEY_DATA[1]", "k_row * KEY_DATA[2]", layout="aos"),
+    _s("alignment of value rows", "decode", "v_at + i * VALUE_DATA[1]", "v_at + i * VALUE_DATA[2]", layout="aos"),
     _s("window edge", "decode", "position[:, None] >= (high - window)[None, :]",
        "position[:, None] > (high - window)[None, :]", options={"window": 17}),
     _s("sink left out", "decode", "tl.exp2(sink - joint))", "0.0 * tl.exp2(sink - joint))",
@@ -96,13 +97,15 @@ SOURCE = [
     _s("order of dims", "reduce", "lane = r % VALUE[1]", "lane = (r + 1) % VALUE[1]"),
     _s("query scale doubled", "prepare", "tl.store(scale_ptr + row, up, inside)",
        "tl.store(scale_ptr + row, up * 2.0, inside)"),
-    _s("codes not rounded", "store", "scale[:, None]) + 0.5)", "scale[:, None]) + 0.0)"),
+    _s("codes not rounded", "store", "_divide(x - low, scale) + 0.5", "_divide(x - low, scale) + 0.0"),
     _s("zero point lost", "store", "_store_half(zero_at, low + 0.0,", "_store_half(zero_at, low * 0.0,"),
     _s("nibbles swapped", "store", "shifts = BITS * tl.arange(0, 8)", "shifts = BITS * (tl.arange(0, 8) ^ 1)"),
     _s("padding written", "store", "kept = slot >= 0", "kept = slot >= -1"),
     _s("rows off by one", "store", "inside = row < rows", "inside = row <= rows"),
     _s("token within the block", "store", "token = slot - block * BLOCK_SIZE", "token = slot - block * BLOCK_SIZE + 1"),
     _s("infinity escapes", "store", "bad = largest >= _INF_BITS", "bad = largest > _INF_BITS",
+       options={"hostile": True}),
+    _s("step without its floor", "store", "tl.maximum(high - low, _MIN_STEP * LEVELS)", "(high - low)",
        options={"hostile": True}),
     _s("norm not clamped", "store", "tl.minimum(norm, _FP16_MAX)", "norm + 0.0", options={"hostile": True}),
     _s("values not clamped", "store", "x = tl.minimum(tl.maximum(x, -_FP16_MAX), _FP16_MAX)", "x = x + 0.0",
@@ -115,14 +118,19 @@ SOURCE = [
 ]  # fmt: skip
 
 
-def mutated_module(m: Source, folder: Path) -> Any:
-    """The module with the change, importable beside the original."""
+def mutated_source(m: Source) -> str:
+    """The module's text with the change."""
     text = (SOURCES / f"{m.module}.py").read_text()
     at = [x.start() for x in re.finditer(re.escape(m.old), text)]
     assert len(at) > m.nth, f"{m.module}.py no longer has {m.old!r}: update this mutant"
     i = at[m.nth]
+    return text[:i] + m.new + text[i + len(m.old) :]
+
+
+def mutated_module(m: Source, folder: Path) -> Any:
+    """The module with the change, importable beside the original."""
     path = folder / f"{m.module}_mutant.py"
-    path.write_text(text[:i] + m.new + text[i + len(m.old) :])
+    path.write_text(mutated_source(m))
     name = f"{ops.__package__}.{m.module}_mutant_{abs(hash(m.name))}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -216,6 +224,12 @@ def test_assembly_mutant_is_killed(m: Text) -> None:
     p = problem(m.arch, "soa", m.preset, 64)
     kernel = "store" if m.kernel == "store_kernel" else "decode"
     assert killed_by(p, m.arch, kernel, text_mutation(m)), f"{m} survived"
+
+
+@pytest.mark.parametrize("m", SOURCE, ids=str)
+def test_source_mutant_is_up_to_date(m: Source) -> None:
+    """In the default list, so that whoever changes a mutated line learns it at once."""
+    assert mutated_source(m) != (SOURCES / f"{m.module}.py").read_text()
 
 
 def test_there_are_enough_mutants() -> None:
