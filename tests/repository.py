@@ -20,7 +20,12 @@ FRAMEWORKS = ("torch", "triton", "flydsl", "vllm", "transformers")
 
 HEAVY = (
     "turboquant_rocm.backends._",  # the kernels; declarations beside them are pure
-    "turboquant_rocm.bench",
+    "turboquant_rocm.bench.baselines",
+    "turboquant_rocm.bench.inputs",
+    "turboquant_rocm.bench.kernels",
+    "turboquant_rocm.bench.measure",
+    "turboquant_rocm.bench.timing",
+    "turboquant_rocm.bench.tune",
     "turboquant_rocm.continuation",
     "turboquant_rocm.evaluate",
     "turboquant_rocm.integrations.",

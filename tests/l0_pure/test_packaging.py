@@ -155,7 +155,11 @@ def test_wheel_imports_every_module_with_the_frameworks(dists: dict[str, Path], 
     env.pip_install(dists["wheel"], cwd=tmp_path)
     rest = [p for p in sys.path if p and Path(p).name in ("site-packages", "dist-packages")]
     (env.site / "rest.pth").write_text("\n".join(rest) + "\n")
-    optional = [] if importlib.util.find_spec("triton") else ["turboquant_rocm.backends._triton"]
+    optional = (
+        []
+        if importlib.util.find_spec("triton")
+        else ["turboquant_rocm.backends._triton", "turboquant_rocm.bench.kernels"]
+    )
     optional += [] if importlib.util.find_spec("flydsl") else ["turboquant_rocm.backends._flydsl"]
     optional += [] if importlib.util.find_spec("vllm") else ["turboquant_rocm.integrations.vllm"]
     optional += (
