@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ..codebook import rotation_factors
+from ..orders import rotation_factors
 from ..spec import Preset, SpecError
 
 __all__ = ["FIELD_NAMES", "FP16_BYTES", "Slot", "packed_bytes"]

@@ -18,6 +18,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from .orders import SMALL_ORDERS, rotation_factors
 from .spec import SpecError
 
 __all__ = [
@@ -37,9 +38,6 @@ _START_RANGE: Final = 3.5  # initial centroids: midpoints of equal cells on +-3.
 _OUTER_EDGE: Final = 10.5  # the outermost cells end here
 _STEPS: Final = 200  # trapezoidal steps per cell
 _ITERATIONS: Final = 200
-
-SMALL_ORDERS: Final = (1, 12, 20, 28)
-"""Orders m of the small factor: head sizes m * 2**k have a rotation."""
 
 
 @cache
@@ -116,21 +114,6 @@ def small_hadamard(order: int) -> F64:
         raise SpecError("order", order, f"one of {SMALL_ORDERS}")
     h.setflags(write=False)
     return h
-
-
-def rotation_factors(head_size: int) -> tuple[int, int]:
-    """(m, p) with head_size = m * p, m one of 1, 12, 20, 28 and p a power of two; SpecError if there is none."""
-    if isinstance(head_size, int) and head_size >= 1:
-        for m in SMALL_ORDERS:
-            p, rest = divmod(head_size, m)
-            if rest == 0 and p & (p - 1) == 0:
-                return m, p
-    raise SpecError(
-        "head_size",
-        head_size,
-        "a power of two, or 12, 20 or 28 times a power of two (80, 96, 112, 160, 192, 224 ...): "
-        "no exactly orthonormal Hadamard-type rotation is built in for others",
-    )
 
 
 @cache

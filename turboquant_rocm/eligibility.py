@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Final
 
-from .codebook import SMALL_ORDERS, rotation_factors
+from .orders import SMALL_ORDERS, rotation_factors
 from .packages import Environment
 from .spec import FP8_KEY_BITS, WINDOWED, AttentionKind, Dtype, LayerSpec, Preset, SpecError, Target
 

@@ -7,6 +7,8 @@ import os
 import shlex
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from turboquant_rocm.explain import FORMATS, main, run
 from turboquant_rocm.modelspec import bundled_models
 from turboquant_rocm.packages import Environment
 from turboquant_rocm.pages import PageGroup, unify
-from turboquant_rocm.planning import Question, Role, answer_question, plan, ranges
+from turboquant_rocm.planning import LayerPlan, Question, Role, answer_question, plan, ranges
 from turboquant_rocm.presets import get_preset
 from turboquant_rocm.report.counterfactuals import changes, other_targets
 from turboquant_rocm.spec import ModelSpec
@@ -133,38 +135,38 @@ QUESTIONS = st.builds(
 )
 
 
+def refused_backends(question: Question) -> Iterator[tuple[LayerPlan, str]]:
+    """(first layer of a group, backend that was refused for it) of the answer, if there is one."""
+    try:
+        groups = answer_question(question).groups
+    except SpecError:
+        return  # a tp that does not divide
+    for group in groups:
+        yield from ((group.first, name) for name in group.first.reasons)
+
+
 @given(QUESTIONS)
 @settings(max_examples=60)
 def test_every_change_flips_the_decision_when_it_is_made(question: Question):
-    try:
-        before = answer_question(question)
-    except SpecError:
-        return  # a tp that does not divide
-    for group in before.groups:
-        for name in group.first.reasons:
-            for change in changes(question, group.first, name):
-                assert group.first.backend != name
-                after = answer_question(change.question).layers[group.first.layer.index]
-                assert after.backend == name == change.backend
-                assert after.layer.index == group.first.layer.index
+    for entry, name in refused_backends(question):
+        for change in changes(question, entry, name):
+            assert entry.backend != name
+            after = answer_question(change.question).layers[entry.layer.index]
+            assert after.backend == name == change.backend
+            assert after.layer.index == entry.layer.index
 
 
 @given(QUESTIONS)
 @settings(max_examples=60)
 def test_another_gpu_is_named_only_if_it_gets_the_backend_with_nothing_else_changed(question: Question):
-    try:
-        before = answer_question(question)
-    except SpecError:
-        return  # a tp that does not divide
-    for group in before.groups:
-        for name in group.first.reasons:
-            named = other_targets(question, group.first, name)
-            if not any(r.code == "arch" for r in group.first.reasons[name]):
-                assert named == ()
-                continue
-            for arch, target in targets().items():
-                after = answer_question(replace(question, target=target)).layers[group.first.layer.index]
-                assert (after.backend == name) == (arch in named)
+    for entry, name in refused_backends(question):
+        named = other_targets(question, entry, name)
+        if not any(r.code == "arch" for r in entry.reasons[name]):
+            assert named == ()
+            continue
+        for arch, target in targets().items():
+            after = answer_question(replace(question, target=target)).layers[entry.layer.index]
+            assert (after.backend == name) == (arch in named)
 
 
 def test_another_gpu_is_no_advice_where_more_stands_against_it():
@@ -727,25 +729,28 @@ def test_explain_imports_no_framework(arguments: list[str]):
     code = (
         "import sys\nfrom turboquant_rocm.explain import run\n"
         f"run({arguments!r})\n"
-        "print(sorted({'torch', 'triton', 'flydsl', 'transformers'} & set(sys.modules)))"
+        "print(sorted({'torch', 'triton', 'flydsl', 'transformers', 'numpy'} & set(sys.modules)))"
     )
     assert spawn(["-c", code]).stdout.strip() == "[]"
 
 
 def test_an_80_layer_model_takes_less_than_half_a_second():
-    """CPU time of the whole process: wall time would measure who else uses the machine."""
+    """A fresh process, imports and all. CPU time always; wall time too where nobody else uses the machine."""
     import resource
 
-    best = float("inf")
+    cpu = wall = float("inf")
     for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
         done = spawn(
-            ["-m", "turboquant_rocm.explain", "llama-3.1-70b", "--target", "gfx950", "--format", "json"]
+            ["-m", "turboquant_rocm.explain", "configs/models/llama-3.1-70b.yaml", "--target", "gfx950"]
         )
+        wall = min(wall, time.monotonic() - started)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert done.returncode == 0
-        best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert best < 0.5
+        assert "80 layers on gfx950" in done.stdout
+        cpu = min(cpu, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert cpu < 0.5
+    assert wall < 0.5 or os.getloadavg()[0] > 0.5 * (os.cpu_count() or 1)
 
 
 def test_a_closed_pipe_is_no_error():
