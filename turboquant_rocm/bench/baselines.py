@@ -9,6 +9,7 @@ Each is checked against fp64 attention before it is timed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -19,7 +20,7 @@ from .inputs import DTYPES, LIMIT, Setting, block_tables, exact_rows, relative, 
 from .records import Time
 from .timing import copies_for, graph_time, stream_time, wall_time
 
-__all__ = ["BaselineError", "paged", "sdpa", "torch_paged"]
+__all__ = ["BaselineError", "PagedDecode", "Tile", "paged", "sdpa", "torch_paged"]
 
 LOG2E: Final = 1.4426950408889634
 _MOST_SPLITS: Final = 64
@@ -54,15 +55,87 @@ def _timer(setting: Setting) -> Callable[[Sequence[Callable[[], Any]], int], Tim
 # ---- paged --------------------------------------------------------------------------------------------------
 
 
-def _candidates(case: Case, setting: Setting, units: int) -> Iterator[tuple[int, int, int, int]]:
-    """(splits, tokens, warps, stages) to try, without repetition."""
+@dataclass(frozen=True)
+class Tile:
+    """How the paged kernel is launched: parts of a sequence, tokens of a tile, warps and stages of a program."""
+
+    splits: int
+    tokens: int
+    warps: int
+    stages: int
+
+    def __str__(self) -> str:
+        return f"tile {self.tokens}, {self.warps} warps, {self.stages} stages, {self.splits} splits"
+
+
+@dataclass(frozen=True)
+class PagedDecode:
+    """bf16 paged decode of one case, all but its cache. out [B * q, Hq, D] is written by every call."""
+
+    case: Case
+    query: torch.Tensor  # [B * q, Hq, D]
+    table: torch.Tensor  # [B, M] int32
+    lens: torch.Tensor  # [B] int32
+    out: torch.Tensor
+
+    @classmethod
+    def of(cls, case: Case, device: torch.device) -> tuple[PagedDecode, int]:
+        """Random queries and a block table in random order; and how many blocks the cache must have."""
+        table, blocks = block_tables(case.lens(), case.block_size, device)
+        lens = torch.tensor(case.lens(), dtype=torch.int32, device=device)
+        shape = (case.batch * case.query_len, case.num_heads, case.head_size)
+        query = torch.randn(shape, device=device, dtype=DTYPES[case.dtype])
+        return cls(case, query, table, lens, torch.full_like(query, float("nan"))), blocks
+
+    def scratch(self, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for partial results and their lse."""
+        rows = self.query.shape[0] * self.case.num_heads
+        device = self.query.device
+        shape = (rows, tile.splits)
+        return torch.empty(*shape, self.case.head_size, device=device), torch.empty(shape, device=device)
+
+    def __call__(
+        self, tile: Tile, scratch: tuple[torch.Tensor, torch.Tensor], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Two launches over key and value [nb, bs, Hk, D]."""
+        import triton
+
+        from .kernels import merge_kernel, paged_kernel
+
+        case = self.case
+        d, hk, q = case.head_size, case.num_kv_heads, case.query_len
+        g = case.num_heads // hk
+        wide = triton.next_power_of_2(d)
+        paged_kernel[(hk, tile.splits, case.batch)](
+            self.query, key, value, self.table, self.lens, *scratch, d**-0.5 * LOG2E, tile.splits,
+            self.table.stride(0), case.window or 0,
+            HK=hk, G=g, Q=q, ROWS=max(16, triton.next_power_of_2(g * q)), D=d, DP=wide, BS=case.block_size,
+            T=tile.tokens, WINDOW=case.window is not None, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+        merge_kernel[(case.batch * q * case.num_heads,)](
+            *scratch, self.out, tile.splits, D=d, DP=wide, S=triton.next_power_of_2(tile.splits)
+        )
+
+    def error(self, tile: Tile, key: torch.Tensor, value: torch.Tensor) -> float:
+        """Largest relative error of the first and the last sequence against fp64 attention."""
+        self.out.fill_(float("nan"))
+        self(tile, self.scratch(tile), key, value)
+        q, worst = self.case.query_len, 0.0
+        for b in {0, self.case.batch - 1}:
+            rows = slice(b * q, b * q + q)
+            want = _exact(self.case, self.query[rows], (key, value), self.table[b], int(self.lens[b]))
+            worst = max(worst, relative(self.out[rows], want))
+        return worst if bool(self.out.isfinite().all()) else float("inf")
+
+
+def _tiles(case: Case, setting: Setting, units: int) -> Iterator[Tile]:
+    """Tiles to try, without repetition: enough splits for a few programs per compute unit, none under 64 tokens."""
     programs = case.batch * case.num_kv_heads
     longest = max(1, max(case.lens()) // 64)
-    tiles = _TILES[setting.vendor][: 2 if setting.quick else None]
-    splits = {max(1, min(_MOST_SPLITS, -(-w * units // programs), longest)) for w in _WAVES}
+    splits = {max(1, min(_MOST_SPLITS, -(-waves * units // programs), longest)) for waves in _WAVES}
     for count in sorted(splits):
-        for tile in tiles:
-            yield (count, *tile)
+        for tile in _TILES[setting.vendor][: 2 if setting.quick else None]:
+            yield Tile(count, *tile)
 
 
 def paged(case: Case, setting: Setting) -> tuple[Time, str]:
@@ -73,62 +146,27 @@ def paged(case: Case, setting: Setting) -> tuple[Time, str]:
         raise BaselineError("needs a GPU: it is a Triton kernel")
     if case.sinks or case.soft_cap is not None:
         raise BaselineError("the baseline has no sinks and no soft cap")
-    import triton
-
-    from .kernels import merge_kernel, paged_kernel
-
-    device, q, d, hk = setting.device, case.query_len, case.head_size, case.num_kv_heads
-    g = case.num_heads // hk
-    table, blocks = block_tables(case.lens(), case.block_size, device)
-    lens = torch.tensor(case.lens(), dtype=torch.int32, device=device)
-    caches = _rotated((blocks, case.block_size, hk, d), case, setting)
-    query = torch.randn(case.batch * q, case.num_heads, d, device=device, dtype=DTYPES[case.dtype])
-    out = torch.empty_like(query)
-    rows = case.batch * q * case.num_heads
-    units = torch.cuda.get_device_properties(device).multi_processor_count
-    wide = triton.next_power_of_2(d)
-    best: tuple[Time, str] | None = None
-    problems = ""
-    for splits, tile, warps, stages in _candidates(case, setting, units):
-        part = torch.empty(rows, splits, d, device=device)
-        lse = torch.empty(rows, splits, device=device)
-
-        def call(
-            k: torch.Tensor,
-            v: torch.Tensor,
-            part: torch.Tensor = part,
-            lse: torch.Tensor = lse,
-            splits: int = splits,
-            tile: int = tile,
-            warps: int = warps,
-            stages: int = stages,
-        ) -> None:
-            paged_kernel[(hk, splits, case.batch)](
-                query, k, v, table, lens, part, lse, d**-0.5 * LOG2E, splits, table.stride(0), case.window or 0,
-                HK=hk, G=g, Q=q, ROWS=max(16, triton.next_power_of_2(g * q)), D=d, DP=wide, BS=case.block_size,
-                T=tile, WINDOW=case.window is not None, num_warps=warps, num_stages=stages,
-            )  # fmt: skip
-            merge_kernel[(rows,)](part, lse, out, splits, D=d, DP=wide, S=triton.next_power_of_2(splits))
-
-        out.fill_(float("nan"))
+    decode, blocks = PagedDecode.of(case, setting.device)
+    caches = _rotated((blocks, case.block_size, case.num_kv_heads, case.head_size), case, setting)
+    units = torch.cuda.get_device_properties(setting.device).multi_processor_count
+    best: tuple[Time, Tile] | None = None
+    problem = "no tile fits"
+    for tile in _tiles(case, setting, units):
         try:
-            call(*caches[0])
-        except Exception as error:  # too much shared memory for this tile, in words of the compiler's choice
-            problems = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            error = decode.error(tile, *caches[0])
+        except Exception as raised:  # too much shared memory for this tile, in words of the compiler's choice
+            problem = f"{type(raised).__name__}: {(str(raised).splitlines() or [''])[0]}"
             continue
-        for b in {0, case.batch - 1}:
-            want = _exact(case, query[b * q : (b + 1) * q], caches[0], table[b], int(lens[b]))
-            error_ = relative(out[b * q : (b + 1) * q], want)
-            if not error_ <= LIMIT[case.dtype]:
-                raise BaselineError(
-                    f"wrong by {error_:.1e}: tile {tile}, {warps} warps, {splits} splits", "wrong"
-                )
-        time = graph_time([partial(call, *c) for c in caches], max(5, setting.replays // 2))
+        if not error <= LIMIT[case.dtype]:
+            raise BaselineError(f"wrong by {error:.1e}: {tile}", "wrong")
+        scratch = decode.scratch(tile)
+        calls = [partial(decode, tile, scratch, *cache) for cache in caches]
+        time = graph_time(calls, max(5, setting.replays // 2))
         if best is None or time.us < best[0].us:
-            best = time, f"tile {tile}, {warps} warps, {stages} stages, {splits} splits"
+            best = time, tile
     if best is None:
-        raise BaselineError(problems or "no tile fits")
-    return best
+        raise BaselineError(problem)
+    return best[0], str(best[1])
 
 
 def _exact(
