@@ -100,7 +100,8 @@ class Policy:
             object.__setattr__(self, name, frozenset(value))
         if self.force is not None and not isinstance(self.force, str):
             raise SpecError("policy force", self.force, "a backend name")
-        for name in sorted({*filter(None, [self.force]), *self.deny, *(self.require or ())}):
+        forced = () if self.force is None else (self.force,)
+        for name in sorted({*forced, *self.deny, *(self.require or ())}):
             get_backend(name)
         if self.layout not in (None, "soa", "aos"):
             raise SpecError("policy layout", self.layout, "soa, aos or none")

@@ -11,6 +11,7 @@ Exit status: 0 fine, 1 some layer is refused by every backend, 2 ``--expect`` is
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
 import os
@@ -53,7 +54,8 @@ def _parser() -> _Parser:
     parser = _Parser(
         prog="python -m turboquant_rocm.explain",
         description="Which backend each layer of a model gets on a GPU, and why no faster one. Needs no GPU.",
-        epilog="exit status: 0 fine, 1 some layer refused by every backend, 2 --expect not met, 3 bad input",
+        epilog="exit status: 0 fine, 1 some layer refused by every backend, 2 --expect not met, 3 bad input, "
+        "4 a fault of this program",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -126,7 +128,7 @@ def _parser() -> _Parser:
 
 
 def _integer(name: str, text: str, low: int = 1, high: int = 1 << 20) -> int:
-    if not re.fullmatch(r"[+-]?\d{1,9}", text):
+    if not re.fullmatch(r"[+-]?[0-9]{1,9}", text):
         raise SpecError(name, text, f"an integer from {low} to {high}")
     value = int(text)
     if not low <= value <= high:
@@ -139,7 +141,7 @@ _UNITS: Final = {"": 1.0, "gib": 1.0, "g": 1.0, "gb": 1e9 / 2**30, "tib": 1024.0
 
 def _gib(name: str, text: str) -> float:
     """``192GiB``, ``61 GB`` or ``192`` (GiB)."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match.group(2).lower() not in _UNITS:
         raise SpecError(name, text, "a size such as 192GiB (MiB, GiB, GB, TiB)")
     value = float(match.group(1)) * _UNITS[match.group(2).lower()]
@@ -156,7 +158,7 @@ def _skip(text: str, layers: int) -> frozenset[int | str]:
         if part in kinds:
             found.add(part)
             continue
-        match = re.fullmatch(r"(-?\d{1,6})(?:-(\d{1,6}))?", part)
+        match = re.fullmatch(r"(-?[0-9]{1,6})(?:-([0-9]{1,6}))?", part)
         if match is None:
             raise SpecError(
                 "skip_layers", part, "indices, ranges such as 4-7, or kinds: " + ", ".join(sorted(kinds))
@@ -174,10 +176,10 @@ def _skip(text: str, layers: int) -> frozenset[int | str]:
 def _policy(options: argparse.Namespace) -> Policy:
     """The environment's policy, narrowed by the flags."""
     policy = Policy.from_environment()
-    if options.policy:
+    if options.policy is not None:
         policy = policy.narrowed_by(Policy.named(options.policy))
     flags = Policy(
-        force=options.force or None,
+        force=options.force,
         deny=frozenset(options.deny or ()),
         require=frozenset(options.require) if options.require else None,
         allow_fallback=not options.no_fallback,
@@ -279,14 +281,14 @@ def _printable(value: Any) -> Any:
 
 
 def render(document: Document, form: str, width: int | None = None, color: bool = False) -> str:
-    """``document`` in one of FORMATS."""
+    """``document`` in one of FORMATS. json and html are ASCII: valid whatever the encoding of the terminal."""
     document = _printable(document)
     if form == "json":
-        return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+        return json.dumps(document, indent=1) + "\n"
     if form == "html":
         from .report.page import page
 
-        return page(document)
+        return page(document).encode("ascii", "xmlcharrefreplace").decode("ascii")
     from .report.text import markdown, table
 
     return markdown(document) if form == "markdown" else table(document, width, color)
@@ -301,7 +303,7 @@ def run(arguments: Sequence[str]) -> tuple[int, str, str]:
 
         document = {**document, "environment": environment_document(SCHEMA_VERSION)}
     width = None if options.width is None else _integer("width", options.width, low=40, high=1000)
-    terminal = options.output is None and sys.stdout.isatty()
+    terminal = options.output is None and sys.stdout is not None and sys.stdout.isatty()
     if width is None and not terminal:
         width = 240 if "rows" in document else 160
     text = render(document, options.format, width, color=terminal)
@@ -325,23 +327,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status, text, notes = run(sys.argv[1:] if arguments is None else arguments)
     except SpecError as error:
-        print(_printable(f"error: {error}"), file=sys.stderr)
+        _complain(_printable(f"error: {error}\n"))
         return BAD_INPUT
     except Exception:  # a fault of ours must not look like an answer: statuses 0 to 2 are answers
-        traceback.print_exc()
-        print(
-            "error: this is a fault of turboquant_rocm, not of the input; please report it", file=sys.stderr
-        )
+        _complain(traceback.format_exc())
+        _complain("error: this is a fault of turboquant_rocm, not of the input; please report it\n")
         return FAULT
+    try:
+        _write(text)
+    except OSError as error:
+        _complain(f"error: standard output: {error.strerror}\n")
+        return BAD_INPUT
+    _complain(notes)
+    return status
+
+
+def _complain(text: str) -> None:
+    """``text`` on standard error, if somebody listens."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            sys.stderr.write(text)
+            sys.stderr.flush()
+
+
+def _write(text: str) -> None:
+    """``text`` on standard output, or as much of it as the reader wants."""
+    if sys.stdout is None:  # closed by whoever started us
+        return
     if isinstance(sys.stdout, io.TextIOWrapper):  # a C locale can print ASCII only
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough
+    except OSError as error:
+        # What is left in the buffer must not fail a second time when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.stderr.write(notes)
-    return status
+        if not isinstance(error, BrokenPipeError):  # the reader has seen enough
+            raise
 
 
 if __name__ == "__main__":

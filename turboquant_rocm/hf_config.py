@@ -15,11 +15,12 @@ from functools import cache
 from typing import Any, Final
 
 from .presets import load_yaml
-from .spec import MAX_HEADS, AttentionKind, Dtype, LayerSpec, ModelSpec, SpecError, is_number
+from .spec import MAX_HEADS, AttentionKind, Dtype, LayerSpec, ModelSpec, SpecError, bounded_repr, is_number
 
 __all__ = ["model_from_config", "model_type_facts"]
 
-MAX_LAYERS: Final = 4096
+MAX_LAYERS: Final = 1024
+"""Several times the deepest published model; a report of so many different layers takes seconds."""
 
 Kind = AttentionKind
 
@@ -715,13 +716,15 @@ def _dtype(config: Mapping[str, Any], fields: Fields, notes: list[str]) -> Dtype
     for source in (fields.data, config):
         for key in ("dtype", "torch_dtype"):
             value = source.get(key)
-            if isinstance(value, str):
-                value = value.removeprefix("torch.")
-                if value == "float32":
-                    notes.append("stored in float32: taken to be served in bf16")
-                if value in names:
-                    return names[value]
-                notes.append(f"unknown: {key}={value!r} says nothing about the activations; taken as bf16")
+            if value is None:
+                continue
+            name = value.removeprefix("torch.") if isinstance(value, str) else ""
+            if name == "float32":
+                notes.append("stored in float32: taken to be served in bf16")
+            if name in names:
+                return names[name]
+            got = bounded_repr(value)
+            notes.append(f"unknown: {key}={got} says nothing about the activations; taken as bf16")
     return Dtype.BF16
 
 
@@ -778,12 +781,17 @@ def _shared(fields: Fields, kinds: Sequence[Kind], notes: list[str]) -> dict[int
     return {}
 
 
-def _per_layer(fields: Fields, key: str, index: int, count: int) -> Any:
+def _per_layer(fields: Fields, key: str, index: int, kind: Kind, count: int) -> Any:
+    """Entry ``index`` of the list ``key``, null only in layers without attention; None if it is no list."""
     value = fields.data.get(key)
     if not isinstance(value, list):
         return None
     if len(value) < count:
         raise SpecError(fields.name(key), f"{len(value)} entries", f"one for each of the {count} layers")
+    if value[index] is None and kind not in (Kind.LINEAR, Kind.NONE):
+        raise SpecError(
+            fields.name(f"{key}[{index}]"), None, f"an integer for layer {index}, which is {kind}"
+        )
     return value[index]
 
 
@@ -843,11 +851,11 @@ def _variants(
         if own is not None and fields.flag("attention_k_eq_v", True):
             kv = own
     for key in ("num_attention_heads_per_layer", "num_query_heads", "num_attention_heads"):
-        own = _per_layer(fields, key, index, count)
+        own = _per_layer(fields, key, index, kind, count)
         if own is not None:
             heads = _integer(fields.name(f"{key}[{index}]"), own, 1, MAX_HEADS)
     for key in ("num_key_value_heads_per_layer", *KV_HEADS):
-        own = _per_layer(fields, key, index, count)
+        own = _per_layer(fields, key, index, kind, count)
         if own is not None:
             kv = _integer(fields.name(f"{key}[{index}]"), own, 1, MAX_HEADS)
     changes = {**_block_config(fields, index), **fields.per_layer.get(index, {})}
@@ -1079,7 +1087,7 @@ def model_from_config(config: Mapping[str, Any], *, name: str = "", source: str 
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else ""
+    return value[:200] if isinstance(value, str) else ""
 
 
 def parse_json(text: str, source: str) -> Any:

@@ -113,6 +113,8 @@ def _from_data(data: Any, name: str, source: str) -> ModelSpec:
             data["config"], name=_string(data, "name", name), source=_string(data, "source", source)
         )
         return replace(model, weight_gib=_weights(data))
+    if "config" in data and "model_type" not in data:
+        raise SpecError("config", data["config"], "a mapping, as in config.json")
     if "layers" in data and not isinstance(data["layers"], int):
         return _from_layers(data, name)
     return model_from_config(data, name=name, source=source)

@@ -131,7 +131,13 @@ class Question:
     @property
     def local_model(self) -> ModelSpec:
         """The model as one rank sees it, heads padded and dtype set."""
-        model = self.model
+        return self._localized(self.model)
+
+    def local_layer(self, index: int) -> LayerSpec:
+        """Layer ``index`` as one rank sees it, whatever the others are. For layers with a cache of their own."""
+        return self._localized(replace(self.model, layers=(self.model.layers[index],))).layers[0]
+
+    def _localized(self, model: ModelSpec) -> ModelSpec:
         if self.dtype is not None:
             model = replace(model, layers=tuple(replace(layer, dtype=self.dtype) for layer in model.layers))
         if self.pad_heads is not None:

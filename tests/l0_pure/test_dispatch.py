@@ -311,6 +311,33 @@ def test_one_line_per_group_of_equal_decisions(log: pytest.LogCaptureFixture):
         assert part in text
 
 
+def test_layers_that_share_a_cache_have_a_line_of_their_own(log: pytest.LogCaptureFixture):
+    owners = [LayerSpec(i, 8, 1, 128) for i in range(4)]
+    readers = [LayerSpec(4 + i, 8, 1, 128, kv_shared_with=owner) for i, owner in enumerate((0, 2, 2, 3))]
+    model = ModelSpec("sharing", (*owners, *readers))
+    for _ in range(2):  # and once only
+        plan(model, get_target("gfx1100"), policy=Policy(), protect=1)
+    lines = [record.getMessage() for record in log.records]
+    # Layers 4 and 7 read caches that stay native, so nothing was decided for them.
+    assert [line.split(" on gfx1100")[0] for line in lines] == [
+        "sharing, layers 1-2: triton_aos (aos)",
+        "sharing, layers 5-6: triton_aos (aos)",
+    ]
+    assert "layout aos" not in lines[0]
+    assert "triton_soa: arch=gfx1100" in lines[1]
+    assert "policy=layout soa (wants layout aos)" in lines[1]  # the owner's
+    assert all(record.levelno == logging.INFO for record in log.records)
+
+
+def test_layers_that_share_a_refused_cache_have_no_line(log: pytest.LogCaptureFixture):
+    layers = (*(LayerSpec(i, 8, 1, 100) for i in range(3)), LayerSpec(3, 8, 1, 100, kv_shared_with=1))
+    answer = plan(ModelSpec("sharing", layers), get_target("gfx942"), policy=Policy(), protect=0)
+    assert [str(entry.role) for entry in answer.layers] == ["refused"] * 3 + ["native"]
+    (record,) = log.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith("sharing, layers 0-2: no backend on gfx942")
+
+
 def test_layers_decided_one_by_one_log_once_for_all(log: pytest.LogCaptureFixture):
     for index in range(80):
         decide(replace(GQA8, index=index), get_target("gfx942"), NC4, 16, Policy())

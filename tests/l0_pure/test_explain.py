@@ -90,6 +90,72 @@ def test_gpt_oss_says_head_size_sinks_and_window_at_once():
     assert {"head_size", "sinks", "window"} <= codes
 
 
+# command, layers -> (what runs, words of its row of reasons for FlyDSL)
+BARS = [
+    ("qwen3-32b --target gfx950 --preset 4bit_nc --block-size 16", "2-61", "flydsl_gfx950", ()),
+    (
+        "llama-3.1-8b --target gfx950 --preset 4bit_nc --block-size 16",
+        "2-29",
+        "triton_soa",
+        ("gqa_ratio=4 (wants one of 6, 8, 16)",),
+    ),
+    (
+        "gpt-oss-120b --target gfx950 --preset 4bit_nc --block-size 16",
+        "2-32 step 2",
+        "triton_soa",
+        ("head_size=64 (wants 128)", "sinks=yes (wants none)", "window=128 (wants none)"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("command", "layers", "runs", "reasons"), BARS)
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_published_flydsl_profile_in_every_rendered_report(
+    command: str, layers: str, runs: str, reasons: tuple[str, ...], form: str
+):
+    status, text, _ = explain(f"{command} --format {form} --width 400")
+    assert status == 0
+    if form == "json":
+        (group,) = [g for g in json.loads(text)["groups"] if g["ranges"] == layers]
+        rows = [f"{group['ranges']} {group['backend']} {json.dumps(group['refused'])}"]
+    elif form == "html":
+        rows = [row for row in text.split("<tr>") if f"<strong>{layers}</strong>" in row]
+    else:
+        rows = [row for row in text.splitlines() if row.strip(" |").startswith(f"{layers} ")]
+    if form in ("table", "markdown"):
+        assert runs in rows[0]
+        assert len(rows) == (2 if reasons else 1)
+    elif form == "html":
+        chosen = rows[0].split("<strong>chosen</strong>")[0].rsplit("data-label=", 1)[1]
+        assert chosen.startswith(f'"{runs}"')
+    else:
+        assert f" {runs} " in rows[0]
+    for reason in reasons:
+        assert reason in rows[-1]
+    if not reasons:
+        assert "wants" not in rows[0]
+
+
+def test_the_flydsl_profile_is_the_published_one():
+    """Wider ones need every leg; until then this is what reports promise."""
+    wants = {str(r.code): r.explain() for r in get_backend("flydsl_gfx950").requires if r.code != "package"}
+    assert wants == {
+        "arch": "gfx950",
+        "kind": "one of full, sliding",
+        "key_bits": "4",
+        "value_bits": "4",
+        "head_size": "128",
+        "value_head_size": "128",
+        "gqa_ratio": "one of 6, 8, 16",
+        "block_size": "one of 16, 32",
+        "dtype": "one of bf16, fp16",
+        "sinks": "none",
+        "window": "none",
+        "soft_cap": "none",
+        "position_bias": "none",
+    }
+
+
 def test_deepseek_is_refused_with_the_reason():
     status, text, _ = explain("deepseek-v3 --target gfx942")
     assert status == 1
@@ -641,6 +707,12 @@ HOSTILE = {
     "format": (config(), "--format pdf", "format"),
     "width": (config(), "--width 3", "width"),
     "rows": (config(), "--rows 0", "rows"),
+    "no backend forced": (config(), "--force ''", "backend"),
+    "no policy": (config(), "--policy ''", "policy"),
+    "digits of another script": (config(), "--block-size \u0661\u0666", "block_size"),
+    "sizes of another script": (config(), "--memory \u0663GiB", "memory"),
+    "layers of another script": (config(), "--skip-layers \u0663", "skip_layers"),
+    "more layers than there are": (config(num_hidden_layers=1025), "", "num_hidden_layers"),
     "unknown flag": (config(), "--magic", "--magic"),
     "two targets": (config(), "--all-targets", "--all-targets"),
     "output": (config(), "--output /no/such/folder/x", "--output"),

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ..backends import get_backend
-from ..dispatch import IneligibleError, Policy, resolve
-from ..eligibility import Code, Package, Refusal, Request
+from ..dispatch import Decision, IneligibleError, Policy, resolve
+from ..eligibility import Code, Package, Refusal
+from ..modelspec import split
 from ..pages import quantized_block_bytes
 from ..planning import LayerPlan, Question
 from ..presets import presets
@@ -142,12 +143,16 @@ def _candidates(question: Question, entry: LayerPlan, name: str) -> Iterator[Cha
             )
 
 
-def _request(question: Question, index: int) -> Request | None:
-    """The request for layer ``index``, or None if the question has no answer."""
+def _after(change: Change, index: int) -> Decision | None:
+    """What layer ``index`` gets after ``change``; None if that is no answer."""
+    question = change.question
     try:
-        return question.request(question.local_model.layers[index])
-    except SpecError:
+        decision = resolve(question.request(question.local_layer(index)), question.policy)
+        if change.kind == "tp" and decision.backend == change.backend:
+            split(question.model, question.tp)  # the other layers have to divide, too
+    except SpecError:  # an IneligibleError among them
         return None
+    return decision
 
 
 def _per_token(layer: LayerSpec, layout: str, question: Question) -> float:
@@ -191,14 +196,8 @@ def changes(question: Question, entry: LayerPlan, name: str) -> Iterator[Change]
         return  # nothing about the question stands in the way
     question = _reckoning(question, name)
     for change in _candidates(question, entry, name):
-        request = _request(change.question, entry.layer.index)
-        if request is None:
-            continue
-        try:
-            decision = resolve(request, change.question.policy)
-        except IneligibleError:
-            continue
-        if decision.backend != name:
+        decision = _after(change, entry.layer.index)
+        if decision is None or decision.backend != name:
             continue
         ratio = None
         if entry.decision is not None:
