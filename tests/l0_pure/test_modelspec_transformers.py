@@ -16,8 +16,9 @@ import pytest
 
 from turboquant_rocm import AttentionKind, ModelSpec, SpecError
 from turboquant_rocm.hf_config import WORDS, known_model_types, model_from_config, model_type_facts
+from turboquant_rocm.modelspec import bundled_models, load_model
 from turboquant_rocm.planning import Question, Role, answer_question
-from turboquant_rocm.presets import get_preset
+from turboquant_rocm.presets import get_preset, load_yaml
 from turboquant_rocm.target import get_target
 
 transformers = pytest.importorskip("transformers")
@@ -242,6 +243,38 @@ def test_patterns_that_a_config_leaves_out(model_type: str, count: int):
     )
     excused = [] if model.model_type in known_model_types() else [outside]
     assert [w for w in model.warnings if w.startswith("unknown")] == excused
+
+
+# ---- the bundled models ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", bundled_models())
+def test_bundled_models_are_what_transformers_makes_of_their_configs(name: str):
+    from transformers.configuration_utils import get_head_shapes
+
+    given = dict(load_yaml("models", f"{name}.yaml")["config"])
+    config = CONFIG_MAPPING[given.pop("model_type")](**given)
+    text = config.get_text_config(decoder=True)
+    model = load_model(name)
+    assert len(model.layers) == text.num_hidden_layers
+    types = listed_types(text)
+    if types is None:  # such a type has one kind only
+        words = {"sliding" if getattr(text, "sliding_window", None) else "full"}
+        words = {"mla"} if getattr(text, "kv_lora_rank", None) else words
+        assert {str(layer.kind) for layer in model.layers} == words
+    else:
+        assert [layer.kind for layer in model.layers] == [WORDS[word][0] for word in types]
+    kv_heads, size = get_head_shapes(text)
+    for layer in model.layers:
+        if layer.kind in KEEPS_KV:
+            assert (layer.num_heads, layer.num_kv_heads) == (text.num_attention_heads, kv_heads)
+            assert layer.head_size == size
+            assert layer.window == (text.sliding_window if layer.kind is AttentionKind.SLIDING else None)
+            assert layer.chunk == (text.attention_chunk_size if layer.kind is AttentionKind.CHUNKED else None)
+            assert layer.soft_cap == getattr(text, "attn_logit_softcapping", None)
+        elif layer.kind is AttentionKind.MLA:
+            assert layer.head_size == text.kv_lora_rank + text.qk_rope_head_dim
+            assert layer.value_size == text.kv_lora_rank
 
 
 # ---- windows that a switch turns on --------------------------------------------------------------------
