@@ -75,7 +75,7 @@ def load_tuned(arch: str, vendor: str, backend: str) -> Mapping[str, Mapping[str
         except FileNotFoundError:
             continue
         return parse_tuned(data, f"tuned/{name}/{backend}.yaml")
-    raise SpecError("backend", backend, f"one with a file configs/tuned/{arch}/<backend>.yaml")
+    raise SpecError("backend", backend, f"one that has a file in configs/tuned/{arch}")
 
 
 def choices(section: Mapping[str, Any], **facts: Any) -> dict[str, Any]:

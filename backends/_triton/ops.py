@@ -16,8 +16,8 @@ import triton
 
 from ...dispatch import Decision
 from ...layouts import Layout
-from ...presets import load_yaml
 from ...spec import SpecError
+from ...tuned import choices, load_tuned
 from .decode import decode_kernel
 from .dequantize import Dequantize
 from .prepare import prepare_kernel
@@ -29,8 +29,6 @@ from .workspace import Workspace, default_workspace
 __all__ = ["AosOps", "DecodePlan", "SoaOps", "TritonOps", "tuned"]
 
 LOG2E = 1.4426950408889634
-_LIKE = {"nvidia": ("sm_90", "sm_80"), "amd": ("gfx942", "gfx950")}
-_FALLBACK = {"nvidia": "sm_80", "amd": "gfx942"}
 
 # Habits of compilers that decide whether a tile is loaded the way the matrix instruction holds it; a wrong guess costs
 # time and changes no result. 3.6 deals lanes over the dimensions of a tile in ascending order and gives NVIDIA operands
@@ -62,22 +60,9 @@ def target_kind(vendor: str) -> str:
     return {"nvidia": "cuda", "amd": "hip"}[vendor]
 
 
-@cache
-def _tuned_file(arch: str, backend: str) -> Mapping[str, Any]:
-    data = load_yaml("tuned", arch, f"{backend}.yaml")
-    if data.get("version") != 1:
-        raise SpecError(f"tuned/{arch}/{backend}.yaml version", data.get("version"), "1")
-    return data["decode"]
-
-
 def tuned(arch: str, vendor: str, backend: str, **facts: Any) -> dict[str, Any]:
     """Tile and split choices for one kernel: those of ``arch``, or of the architecture it is most like."""
-    known = arch if arch in _LIKE[vendor] else _FALLBACK[vendor]
-    values = dict(_tuned_file(known, backend))
-    for override in values.pop("overrides", ()):
-        if all(facts[name] in wanted for name, wanted in override["when"].items()):
-            values.update(override["use"])
-    return values
+    return choices(load_tuned(arch, vendor, backend)["decode"], **facts)
 
 
 @dataclass(frozen=True, slots=True)
