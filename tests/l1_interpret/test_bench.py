@@ -11,7 +11,7 @@ import torch
 from turboquant_rocm.bench.baselines import PagedDecode, Tile
 from turboquant_rocm.bench.cases import Case
 from turboquant_rocm.bench.inputs import LIMIT
-from turboquant_rocm.bench.kernels import read_kernel
+from turboquant_rocm.bench.kernels import copy_kernel, read_kernel
 
 CASES = {
     "plain": {},
@@ -63,3 +63,10 @@ def test_read_kernel_reads_everything():
         out = torch.full((4,), -1, dtype=torch.int32)
         read_kernel[(4,)](x, out, BLOCK=64, ITERATIONS=2)
         assert out.tolist() == [5 if at // 128 == i else 0 for i in range(4)]
+
+
+def test_copy_kernel_copies_everything():
+    x = torch.randint(0, 1 << 30, (4 * 2 * 64,), dtype=torch.int32)
+    y = torch.zeros_like(x)
+    copy_kernel[(4,)](x, y, BLOCK=64, ITERATIONS=2)
+    assert torch.equal(x, y)

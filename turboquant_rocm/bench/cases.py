@@ -13,11 +13,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
-
 from ..backends import get_backend
 from ..modelspec import load_model
-from ..presets import get_preset, load_yaml, preset_names
+from ..presets import get_preset, load_yaml, parse_yaml, preset_names
 from ..spec import AttentionKind, Dtype, LayerSpec, SpecError, checked_int
 
 __all__ = [
@@ -390,9 +388,9 @@ def read_profiles(path: Path | None = None) -> tuple[Mapping[str, Any], str]:
     else:
         source = path.name
         try:
-            data = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            problem = " ".join(str(error).split())
-            raise SpecError("--profiles", str(path), f"a readable YAML file ({problem})") from None
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise SpecError("--profiles", str(path), f"a readable file ({error})") from None
+        data = parse_yaml(text, source)
     parse_profiles(data, source)
     return data, source

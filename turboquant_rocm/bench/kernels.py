@@ -1,4 +1,4 @@
-"""Triton kernels of the harness itself: a read of memory, and paged decode over an unpacked 16-bit cache.
+"""Triton kernels of the harness itself: a read and a copy of memory, and paged decode over an unpacked 16-bit cache.
 
 The paged decode is what a bf16 cache costs: one program per sequence, KV head and split, every query head of the
 group as a row of the matrix product, partial results merged by a second kernel. It is kept plain and shares no code
@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["merge_kernel", "paged_kernel", "read_kernel"]
+__all__ = ["copy_kernel", "merge_kernel", "paged_kernel", "read_kernel"]
 
 
 @triton.jit
@@ -26,6 +26,20 @@ def read_kernel(
     for i in range(ITERATIONS):
         total ^= tl.load(x_ptr + base + i * BLOCK + tl.arange(0, BLOCK))
     tl.store(out_ptr + tl.program_id(0), tl.max(total, axis=0))
+
+
+@triton.jit
+def copy_kernel(
+    x_ptr,  # [programs * ITERATIONS * BLOCK] int32
+    y_ptr,  # the same
+    BLOCK: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+):
+    """Reads everything once and writes it once."""
+    base = tl.program_id(0).to(tl.int64) * (BLOCK * ITERATIONS)
+    for i in range(ITERATIONS):
+        at = base + i * BLOCK + tl.arange(0, BLOCK)
+        tl.store(y_ptr + at, tl.load(x_ptr + at))
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import yaml
 
+from ..presets import parse_yaml
 from ..spec import SpecError
 from ..tuned import VERSION, parse_tuned
 
@@ -119,6 +120,13 @@ def search(
 # ---- the file -----------------------------------------------------------------------------------------------
 
 
+class _Dumper(yaml.SafeDumper):
+    """No aliases: our loader refuses them."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
 def header_of(text: str) -> str:
     """The comment lines at the head of a file, which say what its names mean."""
     lines = []
@@ -148,6 +156,6 @@ def with_override(
 
 def render(data: Mapping[str, Any], header: str = "") -> str:
     """The file's text. What the loader would refuse is refused here."""
-    text = header + yaml.safe_dump(dict(data), sort_keys=False, width=118, allow_unicode=True)
-    parse_tuned(yaml.safe_load(text), "the new file")
+    text = header + yaml.dump(dict(data), Dumper=_Dumper, sort_keys=False, width=118, allow_unicode=True)
+    parse_tuned(parse_yaml(text, "the new file"), "the new file")
     return text

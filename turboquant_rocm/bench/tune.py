@@ -7,11 +7,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 
 from ..ops import bind
-from ..presets import get_preset
+from ..presets import get_preset, parse_yaml
 from ..spec import SpecError
 from ..tuned import choices, load_tuned
 from .cases import Job
@@ -63,7 +62,7 @@ def tune(
                 path if path.exists() else _path({"nvidia": "sm_80", "amd": "gfx942"}[target.vendor], backend)
             )
             text = like.read_text(encoding="utf-8")
-            documents[path] = (yaml.safe_load(text), header_of(text))
+            documents[path] = (parse_yaml(text, path.name), header_of(text))
         document, header = documents[path]
         start = choices(load_tuned(target.arch, target.vendor, backend)[_KERNEL], **facts)
         space = parse_space(data, _KERNEL, sorted(start), source)
