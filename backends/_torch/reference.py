@@ -157,7 +157,8 @@ class ReferenceOps:
         levels = 2**self.preset.value_bits - 1
         v = value.to(torch.float32).clamp(-FP16_MAX, FP16_MAX)  # always fp32: it decides the bytes
         low, high = v.amin(-1), v.amax(-1)
-        scale = (high - low).clamp(min=MIN_STEP * levels) / levels
+        # A tensor: by a number, torch multiplies with the reciprocal on a GPU, which rounds otherwise.
+        scale = (high - low).clamp(min=MIN_STEP * levels) / torch.full_like(low, levels)
         codes = ((v - low[..., None]) / scale[..., None] + 0.5).floor().clamp(0, levels)
         return {
             "value_data": pack(codes.to(torch.int64), self.preset.value_bits),

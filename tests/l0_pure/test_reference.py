@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from tests.cases import TORCH_DTYPES, gaussian, layer_spec, reference, rel_l2, same_bytes, shuffled_tables
 from turboquant_rocm import get_preset, preset_names
@@ -396,3 +397,24 @@ def test_nothing_read_back_in_fp16_is_infinite(preset: str, layout: str):
         < 65504 / (2 ** get_preset(preset).value_bits - 1) * 1.05
     )
     assert torch.isfinite(bound.decode(key[:1].expand(1, 2, 64).contiguous(), cache, table, lens)).all()
+
+
+class NoDivisionByNumbers(TorchFunctionMode):
+    """On a GPU torch divides by a number with its reciprocal: other roundings, so other bytes, than on the CPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (torch.Tensor.__truediv__, torch.Tensor.div, torch.div, torch.true_divide):
+            assert isinstance(args[1], torch.Tensor), f"a tensor is divided by {args[1]}"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("preset", ["k8v4", "4bit_nc", "k3v4_nc", "3bit_nc"])
+@pytest.mark.parametrize("layout", ["soa", "aos"])
+def test_store_divides_the_same_way_on_every_device(preset: str, layout: str):
+    bound = reference(layer_spec(96, 2, 2), preset, layout, 16, checks="off")
+    cache = bound.allocate(1, "cpu")
+    g = torch.Generator().manual_seed(3)
+    key, value = (gaussian((16, 2, 96), g, torch.bfloat16) for _ in range(2))
+    with NoDivisionByNumbers():
+        bound.store(key, value, cache, torch.arange(16))
+    assert cache.data.any()

@@ -124,3 +124,17 @@ def test_cache_above_2_gib(layout, device):
         read.append((k, v))
     assert torch.equal(read[0][0], read[1][0])
     assert torch.equal(read[0][1], read[1][1])
+
+
+@pytest.mark.parametrize("layout", checks.LAYOUTS)
+@pytest.mark.parametrize("preset", checks.PRESETS)
+def test_the_reference_stores_the_same_bytes_on_a_device(preset, layout, device):
+    g = torch.Generator().manual_seed(5)
+    tokens, heads, d = 1024, 8, 128
+    bound = checks.bound_for(preset, layout, d, heads, checks="off")
+    key, value = (torch.randn(tokens, heads, d, generator=g).bfloat16() for _ in range(2))
+    slots = torch.randperm(tokens, generator=g)
+    here, there = bound.allocate(tokens // 16, "cpu"), bound.allocate(tokens // 16, device)
+    bound.store(key, value, here, slots)
+    bound.store(key.to(device), value.to(device), there, slots.to(device))
+    assert checks.differences(there, here, bound.layout) == {}
