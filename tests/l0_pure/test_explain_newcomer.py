@@ -7,7 +7,9 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -169,9 +171,7 @@ def test_files_that_describe_no_model(name: str, tmp_path: Path, capsys: pytest.
     assert named in told([file(tmp_path, content, suffix), "--target", "gfx942"], capsys)
 
 
-def test_paths_that_lead_nowhere(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_paths_that_lead_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "empty").mkdir()
     (tmp_path / "odd" / "config.json").mkdir(parents=True)
     (tmp_path / "one").symlink_to(tmp_path / "two")
@@ -194,20 +194,32 @@ def test_paths_that_lead_nowhere(
     paths += ["nobody/nothing", "../" * 500, "-", str(tmp_path / ("circle/" * 60))]
     for path in paths:
         assert "model=" in told(["--target", "gfx942", "--", path], capsys), path
-    locked = file(tmp_path, json.dumps(BASE))
-
-    def refuse(*_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "open", refuse)
-    assert "Permission denied" in told([locked, "--target", "gfx942"], capsys)
 
 
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may read everything")
-def test_a_file_that_may_not_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    path = Path(file(tmp_path, json.dumps(BASE)))
-    path.chmod(0)
-    assert "Permission denied" in told([str(path), "--target", "gfx942"], capsys)
+@pytest.fixture
+def nobody() -> Iterator[None]:
+    """Without the rights of root, who may read everything."""
+    user = os.geteuid()
+    run(["qwen3-4b", "--target", "gfx942"])  # imports what a report needs, perhaps from folders of root
+    if user == 0:
+        os.seteuid(65534)
+    yield
+    os.seteuid(user)
+
+
+@pytest.mark.usefixtures("nobody")
+def test_files_that_may_not_be_read(capsys: pytest.CaptureFixture[str]):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(file(Path(folder), json.dumps(BASE)))
+        locked = Path(folder) / "locked"
+        locked.mkdir()
+        path.chmod(0)
+        locked.chmod(0)
+        for name in (path, locked, locked / "config.json"):
+            assert "Permission denied" in told([str(name), "--target", "gfx942"], capsys)
+        said = told(["qwen3-4b", "--target", "gfx942", "--output", str(locked / "x")], capsys)
+        assert "--output" in said
+        assert "Permission denied" in said
 
 
 def test_a_model_of_layers_that_all_differ_is_explained_in_bounded_time(
