@@ -25,7 +25,7 @@ from .dispatch import (
     log_decision,
     resolve,
 )
-from .eligibility import Refusal, Request
+from .eligibility import Code, Refusal, Request
 from .modelspec import pad_heads as pad_model_heads
 from .modelspec import split
 from .packages import Environment
@@ -280,6 +280,19 @@ def _protected(model: ModelSpec, protect: int | None) -> frozenset[int]:
     return frozenset(owners[:count] + owners[-count:])
 
 
+def _with_owner(
+    refused: Mapping[str, tuple[Refusal, ...]], policy: Policy
+) -> Mapping[str, tuple[Refusal, ...]]:
+    """``refused`` for a layer that reads another's cache: a wrong layout is that cache's doing, not the user's."""
+
+    def told(refusal: Refusal) -> Refusal:
+        if policy.layout is not None or refusal.code is not Code.POLICY or "layout" not in refusal.wants:
+            return refusal
+        return replace(refusal, wants=f"{refusal.wants}, as the cache that it reads has it")
+
+    return MappingProxyType({name: tuple(map(told, why)) for name, why in refused.items()})
+
+
 def _layer_plan(question: Question, layer: LayerSpec, reason: str, owner: LayerPlan | None) -> LayerPlan:
     request = question.request(layer)
     if layer.kind in (AttentionKind.LINEAR, AttentionKind.NONE):
@@ -298,11 +311,15 @@ def _layer_plan(question: Question, layer: LayerSpec, reason: str, owner: LayerP
         policy = replace(policy, layout=owner.decision.layout)
     try:
         decision = resolve(request, policy)
+        if shares:
+            decision = replace(decision, refused=_with_owner(decision.refused, question.policy))
     except IneligibleError as error:
         return LayerPlan(
             layer,
             Role.REFUSED,
-            refused=MappingProxyType(error.refused),
+            refused=_with_owner(error.refused, question.policy)
+            if shares
+            else MappingProxyType(error.refused),
             prefill=prefill,
             block_bytes=native,
             native_bytes=native,

@@ -325,7 +325,7 @@ def test_layers_that_share_a_cache_have_a_line_of_their_own(log: pytest.LogCaptu
     ]
     assert "layout aos" not in lines[0]
     assert "triton_soa: arch=gfx1100" in lines[1]
-    assert "policy=layout soa (wants layout aos)" in lines[1]  # the owner's
+    assert "policy=layout soa (wants layout aos, as the cache that it reads has it)" in lines[1]
     assert all(record.levelno == logging.INFO for record in log.records)
 
 
