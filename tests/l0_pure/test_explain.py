@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from tests.update_reports import GOLDEN, SUPPORT, report, support_matrix
 from turboquant_rocm import LayerSpec, Policy, SpecError, load_model, make_layout, preset_names
+from turboquant_rocm import backends as backends_module
 from turboquant_rocm.backends import backends, get_backend
 from turboquant_rocm.explain import FORMATS, main, run
 from turboquant_rocm.modelspec import bundled_models
@@ -64,14 +65,30 @@ def inner(doc: dict) -> dict:
 
 def test_qwen3_32b_gets_flydsl_on_its_inner_layers():
     group = inner(document("qwen3-32b --target gfx950 --preset 4bit_nc --block-size 16"))
-    assert group["ranges"] == "2-61"
-    if get_backend("flydsl_gfx950").ready:
-        assert group["backend"] == "flydsl_gfx950"
-    else:  # declared, and shown where it would be; never what runs
-        assert group["planned"] == "flydsl_gfx950"
-        assert group["backend"] == "triton_soa"
-        _, text, _ = explain("qwen3-32b --target gfx950")
+    assert (group["ranges"], group["backend"], group["planned"]) == ("2-61", "flydsl_gfx950", None)
+
+
+@pytest.fixture
+def without_flydsl_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a version that declares FlyDSL and has none of its kernels."""
+    planned = replace(get_backend("flydsl_gfx950"), ready=False)
+    monkeypatch.setitem(backends_module._REGISTRY, "flydsl_gfx950", planned)
+
+
+@pytest.mark.usefixtures("without_flydsl_kernels")
+def test_a_planned_backend_is_shown_where_it_would_be_and_is_not_what_runs():
+    group = inner(document("qwen3-32b --target gfx950"))
+    assert (group["backend"], group["planned"]) == ("triton_soa", "flydsl_gfx950")
+    for form in ("table", "markdown"):
+        text = explain(f"qwen3-32b --target gfx950 --format {form}")[1]
         assert "flydsl_gfx950 (planned; until then triton_soa)" in text
+        assert "a version with its kernels" in text
+    assert "<strong>planned</strong>" in explain("qwen3-32b --target gfx950 --format html")[1]
+    # Elsewhere another GPU is not enough.
+    (refused, *_) = inner(document("qwen3-32b --target gfx942"))["refused"]
+    assert (refused["planned"], refused["targets"]) == (True, ["gfx950"])
+    text = explain("qwen3-32b --target gfx942 --width 240")[1]
+    assert "another GPU: gfx950, and a version with its kernels" in text
 
 
 def test_llama_3_1_8b_does_not_and_says_gqa_ratio():
@@ -657,9 +674,8 @@ def test_exit_status(command: str, status: int, capsys: pytest.CaptureFixture):
     assert bool(captured.err) == (status == 2)
 
 
+@pytest.mark.usefixtures("without_flydsl_kernels")
 def test_a_planned_backend_does_not_meet_an_expectation():
-    if get_backend("flydsl_gfx950").ready:
-        pytest.skip("no backend is planned")
     status, _, notes = explain("qwen3-32b --target gfx950 --expect flydsl_gfx950")
     assert status == 2
     assert "60 layers" in notes

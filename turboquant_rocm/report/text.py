@@ -62,7 +62,8 @@ def to_get_it(group: Document, refused: Document) -> str:
     if refused["change"] is not None:
         return str(refused["change"]["text"])
     if refused["targets"]:
-        return f"another GPU: {', '.join(refused['targets'])}"
+        kernels = ", and a version with its kernels" if refused["planned"] else ""
+        return f"another GPU: {', '.join(refused['targets'])}{kernels}"
     if [reason["code"] for reason in refused["reasons"]] == ["kernels"]:
         return "a version with its kernels"
     return "no single change"
