@@ -20,6 +20,7 @@ FRAMEWORKS = ("torch", "triton", "flydsl", "vllm", "transformers")
 
 HEAVY = (
     "turboquant_rocm.backends._",  # the kernels; declarations beside them are pure
+    "turboquant_rocm.accuracy",
     "turboquant_rocm.bench.baselines",
     "turboquant_rocm.bench.inputs",
     "turboquant_rocm.bench.kernels",
@@ -32,7 +33,6 @@ HEAVY = (
     "turboquant_rocm.layouts.convert",
     "turboquant_rocm.layouts.views",
     "turboquant_rocm.ops",
-    "turboquant_rocm.verify",
 )
 """Prefixes of modules that may import a framework when they are imported. Everything else must not."""
 
