@@ -211,7 +211,7 @@ def _wait(running: Sequence[subprocess.Popen[str]], problems: list[str]) -> None
             process.kill()
             output, _ = process.communicate()
         for line in (output or "").splitlines():
-            if not line.startswith("ok"):
+            if not line.startswith(("ok", "refused")):  # a refusal that matters is a problem of the leg
                 print(line)
         if process.returncode == 3:
             raise SystemExit(3)

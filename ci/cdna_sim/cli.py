@@ -9,12 +9,13 @@ from typing import Any
 from . import budgets, workloads
 from .counters import ARCH, CLASSES, model
 
+KERNELS = ("store", "decode", "reduce", "prepare", "dequantize", "all")
+WIDTH = 120  # of the tables where the output is no terminal
+
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m ci.cdna_sim", description=__doc__)
-    p.add_argument(
-        "kernel", nargs="+", help="store, decode, reduce, prepare, dequantize, all; or a .hsaco file to list"
-    )
+    p.add_argument("kernel", nargs="+", help=f"{', '.join(KERNELS)}; or a .hsaco file to list")
     p.add_argument("--arch", action="append", choices=workloads.ARCHS)
     p.add_argument("--layout", action="append", choices=workloads.LAYOUTS)
     p.add_argument("--preset", action="append", choices=workloads.PRESETS)
@@ -30,17 +31,24 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point; the exit code is 1 if a budget is exceeded."""
     from rich.console import Console
 
-    a = parser().parse_args(argv)
+    p = parser()
+    a = p.parse_args(argv)
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
     files = [Path(k) for k in a.kernel if k.endswith(".hsaco")]
     names = [k for k in a.kernel if not k.endswith(".hsaco")]
+    if unknown := sorted(set(names) - set(KERNELS)):
+        p.error(f"kernel {', '.join(unknown)} (wants {', '.join(KERNELS)}, or a .hsaco file)")
+    if a.update and "all" not in names:
+        p.error("--update writes the budgets of whole workloads (wants the kernel all)")
     for f in files:
         list_code_object(console, f)
     if not names:
         return 0
     every = "all" in names
     parts = ["decode"] if every or {"decode", "reduce", "prepare"} & set(names) else []
-    if "dequantize" in names:
+    if every or "dequantize" in names:
         parts.append("dequantize")
     todo = workloads.selected(a.arch or workloads.ARCHS, a.layout or workloads.LAYOUTS, a.preset or workloads.PRESETS,
                               a.head_size or workloads.HEAD_SIZES)  # fmt: skip
@@ -101,12 +109,11 @@ def show(console: Any, m: workloads.Measured, mnemonics: bool) -> None:
                   str(r["bound"]))  # fmt: skip
     console.print(t)
     t = Table(title="bytes by width")
-    widths = sorted({b for c in m.kernels.values() for b in c.bytes})
-    t.add_column("kernel")
-    for b in widths:
-        t.add_column(b, justify="right")
-    for k, c in m.kernels.items():
-        t.add_row(k, *(str(c.bytes[b]) for b in widths))
+    t.add_column("access")
+    for k in m.kernels:
+        t.add_column(k, justify="right")
+    for width in sorted({b for c in m.kernels.values() for b in c.bytes}):
+        t.add_row(width, *(str(c.bytes[width]) for c in m.kernels.values()))
     console.print(t)
     if mnemonics:
         for k, c in m.kernels.items():
