@@ -174,9 +174,13 @@ def _cases(
     leg: Leg, python: str, jobs: int, args: argparse.Namespace, folder: Path
 ) -> tuple[dict[str, Any], list[str]]:
     """All shards; (device facts and records, problems)."""
-    jobs = 1 if leg.mode == "device" else jobs
-    command = [python, "-m", "ci.runner", leg.name, "--repeats", str(args.repeats), "--only", args.only]
+    command = [python, "-m", "ci.runner", leg.name, "--only", args.only]
     command += ["--long"] if args.long else []
+    if leg.mode == "device":
+        if jobs > 1:
+            _compile_ahead(leg, command, jobs, folder)
+        jobs = 1
+    command += ["--repeats", str(args.repeats)]
     print(f"+ {' '.join(command[1:])} ({jobs} processes)", flush=True)
     outs = [folder / f"shard{i}" for i in range(jobs)]
     running = [
@@ -200,6 +204,29 @@ def _cases(
             found["cases"] += shard["cases"]
     found["cases"].sort(key=lambda r: (r["id"], r["backend"]))
     return found, problems
+
+
+def _compile_ahead(leg: Leg, command: Sequence[str], jobs: int, folder: Path) -> None:
+    """Run the cases once on ``jobs`` processes, so that Triton's cache holds their kernels, and forget the results.
+
+    What counts runs afterwards in one process: times would suffer from company. Faults show there too.
+    """
+    print(f"+ the same {jobs} times side by side first, to compile", flush=True)
+    running = [
+        subprocess.Popen(
+            [*command, "--repeats", "0", "--out", str(folder / f"ahead{i}"), "--shard", f"{i}/{jobs}"], cwd=ROOT,
+            env=environment(leg), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )
+        for i in range(jobs)
+    ]  # fmt: skip
+    try:
+        for process in running:
+            process.wait(timeout=CASE_SECONDS)
+    except subprocess.TimeoutExpired:
+        print("compiling ahead did not end in time", flush=True)
+    finally:
+        for process in running:
+            process.kill()
 
 
 def _wait(running: Sequence[subprocess.Popen[str]], problems: list[str]) -> None:
@@ -286,7 +313,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("leg", help="name of a leg in configs/ci_matrix.yaml")
     parser.add_argument("--long", action="store_true", help="the long list of cases, and the slow tests")
     parser.add_argument(
-        "--jobs", type=int, default=min(8, os.cpu_count() or 1), help="processes (devices use one)"
+        "--jobs", type=int, default=min(8, os.cpu_count() or 1), help="processes (devices: to compile)"
     )
     parser.add_argument("--repeats", type=int, default=-1, help="timed calls (default 9 on a device, else 2)")
     parser.add_argument("--out", type=Path, default=ROOT / "results", help="folder of the result files")

@@ -249,6 +249,29 @@ def test_a_shard_that_dies_fails_the_leg(tmp_path: Path, monkeypatch: pytest.Mon
     assert any("shard 0 of the cases died" in p for p in result["problems"])
 
 
+RUNNER = """
+import sys
+from pathlib import Path
+option = {name: sys.argv[sys.argv.index(name) + 1] for name in ("--out", "--shard", "--repeats")}
+with open("log.txt", "a") as log:
+    log.write(f"{Path(option['--out']).name} {option['--shard']} {option['--repeats']}\\n")
+"""
+
+
+def test_a_device_compiles_on_all_cores_and_measures_in_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "ci").mkdir()
+    (tmp_path / "ci" / "runner.py").write_text(RUNNER)
+    device = leg(name="device", mode="device", target="local", vendor="nvidia")
+    monkeypatch.setattr(ci.leg, "load_legs", lambda: {"device": device})
+    monkeypatch.setattr(ci.leg, "ROOT", tmp_path)
+    main(["device", "--no-tests", "--jobs", "3", "--repeats", "7", "--out", str(tmp_path / "out")])
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    assert sorted(lines[:-1]) == ["ahead0 0/3 0", "ahead1 1/3 0", "ahead2 2/3 0"]
+    assert lines[-1] == "shard0 0/1 7"
+
+
 def test_the_wrong_machine_is_said_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as caught:
         main(["mi300", "--no-tests", "--jobs", "1", "--out", str(tmp_path)])
