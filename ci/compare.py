@@ -254,7 +254,12 @@ def _gap(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], name: str) -> float:
 def _outputs(
     results: Sequence[Result], worst: dict[str, float], trusted: Result | None = None
 ) -> Iterator[Regression]:
-    """Outputs against the arbiter's. worst: largest share of the tolerance used, per leg, filled in."""
+    """Outputs against the arbiter's. worst: largest share of the tolerance used, per leg, filled in.
+
+    A baseline may have been stored without outputs (ci/baseline.py); then legs are only held against each other.
+    """
+    if trusted is not None and not trusted.path.with_suffix(".npz").exists():
+        return
     for _, group in sorted(_groups(results, "decode", "dequantize").items()):
         y, right = _arbiter(group, "inputs", trusted)
         for x, record in group:
@@ -512,6 +517,13 @@ def render(c: Comparison) -> str:
         if group:
             lines += [f"## {title}", "", *(f"- {_cell(r)}" for r in group), ""]
     without = [x.label for x in c.results if x.leg not in c.baselines]
+    no_outputs = [
+        x.label
+        for x in c.baselines.values()
+        if x.leg in {r.leg for r in c.results}
+        and not x.path.with_suffix(".npz").exists()
+        and any("arrays" in record for record in x.data["cases"])
+    ]
     head = ("leg", "case", "us", "us before", "ratio", "noise", "verdict")
     if judged := [t for t in c.timings if t.judged]:
         lines += ["## Timings against the baseline", "", *_table(head, _timing_rows(judged, 40)), ""]
@@ -525,6 +537,11 @@ def render(c: Comparison) -> str:
         lines += ["## Timings between devices (no verdict)", "", *_table(head, _timing_rows(c.cross, 40)), ""]
     if without:
         lines += [f"No baseline: {', '.join(without)}.", ""]
+    if no_outputs:
+        lines += [
+            f"Stored without outputs, which were compared between legs only: {', '.join(no_outputs)}.",
+            "",
+        ]
     return "\n".join(lines)
 
 

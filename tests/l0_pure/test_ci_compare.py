@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from ci import baseline
 from ci.caselist import Case, case_list, normal, store_inputs
 from ci.compare import CompareError, compare, load, main, noise, render
 from ci.leg import SCHEMA
@@ -305,6 +306,56 @@ def test_against_a_baseline(good: list[Path], tmp_path: Path):
     assert store
     assert {r.leg for r in store} == {"nvidia"}
     assert "differ from nvidia (baseline)'s" in store[0].what
+
+
+CLEAN = {"commit": "0" * 40, "dirty": False}
+
+
+def test_storing_a_baseline(good: list[Path], tmp_path: Path):
+    """Stored without outputs, a baseline still finds other bytes and more instructions; the report says so."""
+    made = edit(good[1], tmp_path / "made", lambda d: d.update(source=CLEAN))
+    folder = tmp_path / "baselines"
+    assert baseline.main([str(made), "--into", str(folder)]) == 0
+    assert [p.name for p in folder.iterdir()] == ["sim-gfx942.json"]
+    stored = load(folder / "sim-gfx942.json")
+    assert [set(r) & {"wall_s", "cpu_s"} for r in stored.data["cases"]] == [set()] * len(CASES)
+    report = tmp_path / "report.md"
+    assert main([str(made), "--baseline", str(folder), "--report", str(report)]) == 0
+    assert "Stored without outputs" in report.read_text()
+    bad = write(tmp_path / "bad", "sim-gfx942", FaultyMode(swapped_nibble))
+    found = compare([load(bad)], {"sim-gfx942": stored}).regressions
+    assert "store" in {r.kind for r in found}
+
+
+def test_a_hardware_baseline_keeps_its_outputs(good: list[Path], tmp_path: Path):
+    made = edit(good[2], tmp_path / "made", lambda _: None)  # made outside git
+    folder = tmp_path / "baselines"
+    assert baseline.main([str(made), "--into", str(folder)]) == 1
+    assert baseline.main([str(made), "--into", str(folder), "--commit", "a" * 40]) == 0
+    assert sorted(p.name for p in folder.iterdir()) == ["nvidia.json", "nvidia.npz"]
+    assert json.loads((folder / "nvidia.json").read_text())["source"]["commit"] == "a" * 40
+    bad = write(tmp_path / "bad", "nvidia", FaultyMode(missing_rescale))
+    found = compare([load(bad)], {"nvidia": load(folder / "nvidia.json")}).regressions
+    assert "output" in {r.kind for r in found}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"status": "failed"}, "status='failed' (wants passed)"),
+        ({"partial": True}, "partial (wants a run without"),
+        ({"source": {}}, "no commit in it"),
+        ({"source": {**CLEAN, "dirty": True}}, "uncommitted changes"),
+        ({"leg": "mi400"}, "no leg called mi400"),
+    ],
+)
+def test_what_may_not_become_a_baseline(
+    good: list[Path], tmp_path: Path, change: dict[str, Any], says: str, capsys: pytest.CaptureFixture[str]
+):
+    made = edit(good[1], tmp_path / "made", lambda d: d.update({"source": CLEAN, **change}))
+    assert baseline.main([str(good[0]), str(made), "--into", str(tmp_path / "none")]) == 1
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
 
 
 def on_device(seconds: list[float], name: str = "H", **more: Any) -> Callable[[dict[str, Any]], None]:
