@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.repository import PARTS, ROOT, files, folder, modules, packages, pure_modules
+from tests.repository import PARTS, ROOT, files, modules, pure_modules
 
 requirements = pytest.importorskip("packaging.requirements")
 pytest.importorskip("build")
@@ -41,8 +41,6 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what git has, symlinks as symlinks: no build folder or cache of the working tree gets in."""
     copy = tmp_path_factory.mktemp("checkout")
     for path in files():
-        if path.parts[0] in ("tests", "ci", "docs", "examples"):
-            continue  # no part of any distribution
         (copy / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / path, copy / path, follow_symlinks=False)
     return copy
@@ -126,13 +124,58 @@ def test_wheel_holds_every_file_once(dists: dict[str, Path]):
     assert any(n.endswith("/licenses/LICENSE") for n in names)
 
 
-def test_sdist_builds_the_same_wheel(dists: dict[str, Path], tmp_path: Path):
-    """The wheel of `dists` was built from the sdist; what is missing in the sdist is missing there."""
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_sdist_builds_the_same_wheel(checkout: Path, dists: dict[str, Path], tmp_path: Path):
+    """The wheel of `dists` was built from the sdist; here is one that was built from the checkout itself."""
+    run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path, ".", cwd=checkout)
+    (direct,) = tmp_path.glob("*.whl")
+    assert direct.name == dists["wheel"].name
+    ours, theirs = contents(direct), contents(dists["wheel"])
+    assert sorted(ours) == sorted(theirs)
+    assert [name for name in ours if ours[name] != theirs[name]] == []
+
+
+def test_sdist_ships_no_tests(checkout: Path, dists: dict[str, Path]):
+    """They need the whole checkout; a part of them would only fail."""
+    assert (checkout / "tests" / "test_backend_contract.py").exists()
     with tarfile.open(dists["sdist"]) as archive:
         names = {n.partition("/")[2] for n in archive.getnames()}
-    for name in packages():
-        assert str((folder(name) / "__init__.py").relative_to(ROOT)) in names
-    assert "configs/presets.yaml" in names
+    assert "pyproject.toml" in names
+    assert not [n for n in names if n.split("/")[0] in ("tests", "ci", "docs", "examples")]
+
+
+USER = """
+from turboquant_rocm import (
+    BoundLayer, Decision, LayerSpec, Policy, Target, __version__, bind, decide, make_layout, preset_names
+)
+
+layer: LayerSpec = LayerSpec(index=0, num_heads=32, num_kv_heads=8, head_size=128)
+policy = Policy(force="torch_reference", layout="soa")
+decision: Decision = decide(layer, Target("cpu", "cpu"), preset_names()[0], 16, policy)
+bound: BoundLayer = bind(decision)
+nbytes: int = make_layout("soa", "turboquant_4bit_nc", 128, 8, 16).block_stride
+version: str = __version__
+"""
+
+
+def test_a_strictly_typed_user_sees_the_public_names(dists: dict[str, Path], tmp_path: Path):
+    """Against the installed wheel: its py.typed counts, and every public name is exported explicitly."""
+    pytest.importorskip("mypy")
+    env = Environment(tmp_path / "env")
+    env.pip_install(dists["wheel"], cwd=tmp_path)
+    public = run(env.python, "-c", "import turboquant_rocm as t; print(*t.__all__)", cwd=env.home).split()
+    imports = "".join(f"from turboquant_rocm import {name} as _{i}\n" for i, name in enumerate(public))
+    (tmp_path / "user.py").write_text(USER + imports)
+    mypy = (sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--ignore-missing-imports")
+    mypy += ("--python-executable", env.python, "--cache-dir", tmp_path / "cache")
+    assert "Success" in run(*mypy, "user.py", cwd=tmp_path)
+    (tmp_path / "user.py").write_text(USER.replace("version: str", "version: int"))
+    with pytest.raises(AssertionError, match="Incompatible types"):
+        run(*mypy, "user.py", cwd=tmp_path)
 
 
 def test_wheel_imports_with_what_it_declares(dists: dict[str, Path], tmp_path: Path):

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git 
 
 TOP_LEVEL = {
     "backends", "layouts", "configs", "turboquant_rocm", "tests", "ci", "docs", "examples", "constraints",
-    "pyproject.toml", "Makefile", "README.md", "CONTRIBUTING.md", "LICENSE",
+    "pyproject.toml", "Makefile", "README.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in",
     ".ci", ".github", ".gitignore", ".pre-commit-config.yaml",
 }  # fmt: skip
 """The root listing is the architecture: a new name here is a decision, made in this line."""
