@@ -36,6 +36,8 @@ class LayerOps(Protocol):
 
     The letters of the shapes are fixed in docs/design.md. ``cache`` is the raw uint8 tensor
     [nb, bs, Hk, slot_stride] with the strides of ``layout``. Nothing here may synchronise with the host.
+
+    A class whose kernels compile also has ``warmup``, with the signature of BoundLayer.warmup, which calls it.
     """
 
     def __init__(self, decision: Decision, layout: Layout, **options: Any) -> None: ...
