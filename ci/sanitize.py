@@ -1,35 +1,93 @@
-"""Runs a representative set of decode cases, to be run under compute-sanitizer (memcheck, racecheck):
+"""Runs every kernel on an NVIDIA GPU under compute-sanitizer:
 
-    compute-sanitizer --tool memcheck --error-exitcode 9 --kernel-name kernel_substring=decode_kernel \\
-        python -m ci.sanitize_decode
+    python -m ci.sanitize                 memcheck and racecheck, kernel by kernel
+    python -m ci.sanitize --tool memcheck
 
-Allocations are not cached, so that a read past the end of a cache is seen.
+The cases have every layout and preset, head sizes that are no powers of two, padded slots, several query tokens,
+empty sequences, one split and several. Allocations are not cached, so that a read past the end of a cache is seen.
+Kernels are checked one at a time, each tool in a process of its own; the results are checked as well. racecheck is
+asked of the kernels that use shared memory, which are all that exchange data between the warps of a program.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+import subprocess
+import sys
 
-os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
-
-from tests.decode_checks import LAYOUTS, PRESETS, Case, Config, check
-from turboquant_rocm.target import detect
+KERNELS = ("_store_kernel", "_dequantize_kernel", "prepare_kernel", "decode_kernel", "reduce_kernel")
+TOOLS = ("memcheck", "racecheck")
 
 
-def main() -> None:
+def cases(only: int | None = None) -> int:
+    """Store, decode and dequantise every case; returns how many. only: the number of one of them."""
+    from tests.decode_checks import LAYOUTS, PRESETS, Case, Config, check
+    from tests.store_checks import check_dequantize
+    from turboquant_rocm.target import detect
+
     target = detect()
     count = 0
     for layout in LAYOUTS:
         for i, preset in enumerate(PRESETS):
+            count += 1
+            if only is not None and only != count - 1:
+                continue
             size = (64, 80, 128, 112)[i]
-            config = Config(preset, layout, size, 3, 4, (16, 48)[i % 2], sinks=i % 2 == 0, most_queries=3)
+            config = Config(
+                preset,
+                layout,
+                size,
+                3,
+                4,
+                (16, 48)[i % 2],
+                sinks=i % 2 == 0,
+                most_queries=3,
+                padding=2 * (i % 2),
+            )
             if i % 2:
                 check(config, Case((0, 1, 65, 200), splits=3), "cuda", target)
             else:
                 check(config, Case((3, 65, 200), (3, 0, 2), splits=1 + i), "cuda", target)
-            count += 1
-    print(f"{count} cases")
+            check_dequantize(preset, layout, size, "cuda")
+    return count
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tool", choices=TOOLS, action="append", help="default: all")
+    parser.add_argument("--kernel", choices=KERNELS, action="append", help="default: all")
+    parser.add_argument("--sanitizer", default="compute-sanitizer", help="the program")
+    parser.add_argument("--run", action="store_true", help="run the cases here, without a sanitizer")
+    parser.add_argument("--case", type=int, help="only this case")
+    args = parser.parse_args()
+    if args.run:
+        print(f"{cases(args.case)} cases")
+        return 0
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    program = [sys.executable, "-m", "ci.sanitize", "--run"] + (
+        [f"--case={args.case}"] if args.case is not None else []
+    )
+    subprocess.run(
+        program, env=environment, check=True
+    )  # compiles, so that the sanitizer does not watch compilers
+    wrong = 0
+    for tool in args.tool or TOOLS:
+        for kernel in args.kernel or KERNELS:
+            done = subprocess.run(
+                [args.sanitizer, "--tool", tool, "--error-exitcode", "9", "--kernel-name", f"kernel_substring={kernel}"]
+                + program,
+                env=environment, capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            lines = [line for line in done.stdout.splitlines() if "SUMMARY" in line]
+            print(f"{tool} {kernel}: exit {done.returncode}; {' '.join(lines)}", flush=True)
+            if done.returncode or not lines:
+                wrong += 1
+                print(done.stdout[-3000:], done.stderr[-1500:])
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

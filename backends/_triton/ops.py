@@ -39,6 +39,7 @@ OPERAND_WIDTH = 4 if _OLD else 2
 
 ARGUMENTS: Mapping[str, Any] = {
     "query_ptr": torch.float16, "query_scale_ptr": torch.float32, "matrix_ptr": torch.float16,
+    "prepared_ptr": torch.float16,
     "scale_ptr": torch.float32, "cache_ptr": torch.uint8, "table_ptr": torch.int32, "seq_lens_ptr": torch.int32,
     "query_start_ptr": torch.int32, "sinks_ptr": torch.float32, "lse_ptr": torch.float32, "out_ptr": torch.float32,
     "part_ptr": torch.float32, "part_lse_ptr": torch.float32,

@@ -27,7 +27,7 @@ _LEAST_EXPONENT = tl.constexpr(27)  # biased: rows below 2^-100 are scaled as if
 def prepare_kernel(
     query_ptr,  # [N, Hq, D] fp16/bf16
     matrix_ptr,  # [KP, D] fp16
-    out_ptr,  # [N * Hq, KP] fp16, written
+    prepared_ptr,  # [N * Hq, KP] fp16, written
     scale_ptr,  # [N * Hq] fp32, written
     rows,  # N * Hq
     token_stride,
@@ -58,6 +58,6 @@ def prepare_kernel(
     down = ((-biased + (254 + _TOP)) << 23).to(tl.float32, bitcast=True)  # 2^(11 - e)
     up = ((biased - _TOP) << 23).to(tl.float32, bitcast=True)  # its inverse
     y = y * down[:, None]
-    at = out_ptr + row[:, None] * KP + column[None, :]
+    at = prepared_ptr + row[:, None] * KP + column[None, :]
     tl.store(at, y.to(tl.float16), inside[:, None] & (column < KP)[None, :])
     tl.store(scale_ptr + row, up, inside)

@@ -1,0 +1,70 @@
+"""What warm-up compiles is all that decode launches: keys of specialisations compared, nothing is run."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+if triton.knobs.runtime.interpret:
+    pytest.skip("kernels are interpreted in this process", allow_module_level=True)
+
+from tests.cases import layer_spec  # noqa: E402
+from turboquant_rocm import Decision, bind, get_preset  # noqa: E402
+from turboquant_rocm.target import get_target  # noqa: E402
+
+
+@pytest.fixture
+def keys(monkeypatch):
+    """Keys of the launches since the last clear: kernel, kinds of the arguments, constants and options."""
+    specialize = pytest.importorskip("triton._C.libtriton").native_specialize_impl
+    from triton.backends.amd.compiler import HIPBackend
+    from triton.runtime.jit import JITFunction
+
+    found = set()
+
+    def run(self, *args, grid, warmup, **constants):
+        kinds = []
+        given = dict(zip(self.arg_names, args, strict=False)) | constants
+        for parameter in self.params:
+            if parameter.is_constexpr:
+                continue
+            value, plain = given[parameter.name], parameter.do_not_specialize
+            aligned = not parameter.do_not_specialize_on_alignment and not plain
+            kinds.append((parameter.name, specialize(HIPBackend, value, False, not plain, aligned)))
+        fixed = {k: v for k, v in given.items() if k not in dict(kinds)}
+        found.add((self.__name__, tuple(kinds), repr(sorted(fixed.items()))))
+        return SimpleNamespace(_init_handles=lambda: None)
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    return found
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("preset", ["4bit_nc", "k3v4_nc", "k8v4"])
+@pytest.mark.parametrize("layout", ["soa", "aos"])
+def test_decode_launches_only_what_was_compiled(layout, preset, window, sinks, keys):
+    layer = layer_spec(64, 2, 4, "bf16", window=window, sinks=sinks)
+    decision = Decision(layer, get_target("gfx942"), get_preset(preset), 16, f"triton_{layout}", layout)
+    bound = bind(decision, checks="off")
+    cache = bound.allocate(4, "cpu")
+    blocks, most = 64, 6
+    bound.warmup(8, blocks * 16, most, device="cpu")
+    warm = set(keys)
+    keys.clear()
+    rng = random.Random(0)
+    for _ in range(60):
+        batch, width, count = rng.randint(1, 8), rng.randint(1, blocks), rng.randint(1, most)
+        starts = None if rng.random() < 0.4 else torch.arange(batch + 1, dtype=torch.int32) * count
+        rows = batch if starts is None else batch * count
+        bound.decode(
+            torch.zeros(rows, 8, 64, dtype=torch.bfloat16), cache, torch.zeros(batch, width, dtype=torch.int32),
+            torch.zeros(batch, dtype=torch.int32), starts, max_query_len=count, return_lse=rng.random() < 0.5,
+            sinks=torch.zeros(8) if sinks else None,
+        )  # fmt: skip
+    assert {name for name, _, _ in keys} >= {"prepare_kernel", "decode_kernel"}
+    assert keys <= warm, f"not compiled by warm-up: {sorted(keys - warm)}"
