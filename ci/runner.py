@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import logging
 import statistics
 import sys
 import time
@@ -355,6 +356,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     leg = load_legs()[args.leg]
     torch.set_num_threads(1)
+    logging.getLogger("turboquant_rocm.dispatch").setLevel(logging.ERROR)  # refusals are in the records
     try:
         mode = make_mode(leg)
     except WrongMachineError as error:
