@@ -138,7 +138,7 @@ def _pytest(leg: Leg, python: str, jobs: int, long: bool, folder: Path) -> tuple
         command += ["-k", f"not {leg.deselect}"]
     if long:
         command.append("--run-slow")
-    if jobs > 1 and leg.mode != "device" and importlib.util.find_spec("xdist"):
+    if jobs > 1 and importlib.util.find_spec("xdist"):
         command += ["-n", str(jobs), "--dist", "worksteal"]
     if not importlib.util.find_spec("pytest_timeout"):
         # Its option and its mark are unknown then, which our strict settings make an error.
@@ -313,7 +313,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("leg", help="name of a leg in configs/ci_matrix.yaml")
     parser.add_argument("--long", action="store_true", help="the long list of cases, and the slow tests")
     parser.add_argument(
-        "--jobs", type=int, default=min(8, os.cpu_count() or 1), help="processes (devices: to compile)"
+        "--jobs",
+        type=int,
+        default=min(8, os.cpu_count() or 1),
+        help="processes (a device's timed cases: always one)",
     )
     parser.add_argument("--repeats", type=int, default=-1, help="timed calls (default 9 on a device, else 2)")
     parser.add_argument("--out", type=Path, default=ROOT / "results", help="folder of the result files")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -43,12 +45,20 @@ def test_store_is_one_launch(harness: Harness):
     assert row.launches in (None, 1)
 
 
+def _soon(holds: Callable[[], bool]) -> bool:
+    """Whether it holds in one of five tries: the other tests of a leg share the device."""
+    return any(holds() for _ in range(5))
+
+
 def test_ceilings(device: str):
     """Reading is at least as fast as half of a copy's reads and writes, and no ceiling is absurd."""
     at = torch.device(device, 0)
-    read, copy = read_ceiling(at, 3), copy_ceiling(at, 3)
-    assert 1e10 < copy < 1e14
-    assert copy / 2 < read < 1e14
+
+    def holds() -> bool:
+        read, copy = read_ceiling(at, 3), copy_ceiling(at, 3)
+        return 1e10 < copy < 1e14 and copy / 2 < read < 1e14
+
+    assert _soon(holds)
 
 
 def test_launches_are_counted(device: str):
@@ -60,9 +70,13 @@ def test_launches_are_counted(device: str):
 def test_a_graph_times_every_call(device: str):
     """Twice the work in a call takes about twice the time: calls are neither lost nor repeated."""
     x = torch.zeros(1 << 26, device=device)
-    one = graph_time([lambda: x.add_(1)], 5)
-    two = graph_time([lambda: (x.add_(1), x.add_(1))], 5)
-    assert 1.7 < two.us / one.us < 2.3
+
+    def holds() -> bool:
+        one = graph_time([lambda: x.add_(1)], 5)
+        two = graph_time([lambda: (x.add_(1), x.add_(1))], 5)
+        return 1.7 < two.us / one.us < 2.3
+
+    assert _soon(holds)
 
 
 @pytest.mark.parametrize(
