@@ -761,3 +761,15 @@ def test_wrong_flags_exit_with_two():
 def test_schema_name_is_in_the_file():
     assert json.loads(run(row()).to_json())["schema"] == SCHEMA
     assert yaml.safe_load((ROOT / "configs/bench.yaml").read_text())["version"] == 1
+
+
+def test_the_published_table_is_that_of_its_run(tmp_path: Path):
+    """docs/performance.md ends with what bench makes of the stored run."""
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    published = text.partition("<!-- generated: do not edit -->\n")[2]
+    run = ROOT / "docs" / "measurements" / "h200-2026-11-29.json"
+    main(
+        ["table", "--run", str(run), "--markdown", str(tmp_path / "table.md")]
+    )  # its wrong rows are an exit code
+    assert published
+    assert published == (tmp_path / "table.md").read_text(encoding="utf-8")
