@@ -178,6 +178,7 @@ TAG = make_layout("soa", "turboquant_4bit_nc", 128, 8, 16).tag
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(CacheTag)])
 def test_tag_names_each_difference(field: str):
+    """Pitfall 9."""
     other = dataclasses.replace(TAG, **{field: "other"})
     with pytest.raises(TagError) as error:
         other.require(TAG)

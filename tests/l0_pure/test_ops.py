@@ -425,11 +425,21 @@ def test_a_foreign_tag_is_reported_before_the_shape_it_explains(bound):
 
 @pytest.mark.parametrize("slot_stride", [70, 72, 96, 128, 192])
 def test_reported_bytes_are_allocated_bytes_are_touched_bytes(slot_stride: int):
+    """Pitfall 15."""
     bound = reference(layer_spec(64, 2, 3), "turboquant_4bit_nc", "soa", 16, slot_stride=slot_stride)
     cache = bound.allocate(7, "cpu")
     assert cache.nbytes == cache.data.untyped_storage().nbytes() == 7 * bound.layout.block_stride
     assert bound.layout.bytes_per_token * 16 * 7 == cache.nbytes
     assert bound.layout.bytes_per_token == 2 * slot_stride
+    g = torch.Generator().manual_seed(0)
+    key, value = (gaussian((7 * 16, 2, 64), g, BF16) for _ in range(2))
+    written = []
+    for fill in (0x00, 0xFF):
+        cache = bound.allocate(7, "cpu", fill=fill)
+        bound.store(key, value, cache, torch.arange(7 * 16))
+        written.append(cache.data)
+    touched = int((written[0] == written[1]).sum())
+    assert touched == 7 * 16 * 2 * 70  # all of every slot but its pad
 
 
 def test_the_reference_is_never_an_automatic_fallback():
