@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -320,10 +321,11 @@ def test_padding_heads_is_found():
     assert padded["groups"][0]["backend"] == "triton_soa"
 
 
-def _odd_model() -> str:
-    import tempfile
+_FOLDER = tempfile.TemporaryDirectory(prefix="turboquant-")  # removed when the process ends
 
-    path = Path(tempfile.gettempdir()) / f"turboquant-odd-{os.getpid()}.yaml"
+
+def _odd_model() -> str:
+    path = Path(_FOLDER.name) / "odd.yaml"
     path.write_text("layers: [{count: 6, num_heads: 16, num_kv_heads: 4, head_size: 72}]")
     return str(path)
 
