@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Final
 
@@ -37,6 +37,12 @@ def model_type_facts() -> Mapping[str, Mapping[str, Any]]:
     """What ``configs/model_types.yaml`` says, by model_type."""
     types: Mapping[str, Mapping[str, Any]] = _table()["types"]
     return types
+
+
+def _defaults(model_type: str) -> Mapping[str, Any]:
+    """What transformers takes for fields that a config of this type leaves out."""
+    found: Mapping[str, Any] = _table()["defaults"].get(model_type, {})
+    return found
 
 
 @cache
@@ -80,7 +86,7 @@ KV_HEADS: Final = (
     "num_query_groups",
     "num_attention_groups",
 )
-HIDDEN: Final = ("hidden_size", "n_embd", "d_model", "emb_dim", "embed_dim", "model_dim")
+HIDDEN: Final = ("hidden_size", "n_embd", "n_embed", "d_model", "emb_dim", "embed_dim", "model_dim")
 HEAD_DIM: Final = (
     "attention_head_dim",
     "head_dim",
@@ -119,12 +125,15 @@ class Fields:
         return f"{self.path}{key}"
 
     def get(self, *keys: str) -> tuple[str, Any]:
-        """The first of ``keys`` that is there and not null, with its value; ("", None) if none is."""
+        """The first of ``keys`` that is there and not null, with its value; ("", None) if none is.
+
+        Where none is there, not even as null, the default of the model type is noted and returned.
+        """
         for key in keys:
             if self.data.get(key) is not None:
                 return key, self.data[key]
         for key in keys:
-            if self.defaults.get(key) is not None:
+            if self.defaults.get(key) is not None and not any(key in self.data for key in keys):
                 note = f"{key} is not given: {self.defaults[key]} is the default of this model type"
                 if note not in self.notes:
                     self.notes.append(note)
@@ -157,13 +166,13 @@ class Fields:
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.data.get(key)
         if value is None:
-            return default
+            return bool(self.get(key)[1] or default)
         if not isinstance(value, bool):
             raise SpecError(self.name(key), value, "true or false")
         return value
 
     def listing(self, key: str) -> Sequence[Any] | None:
-        value = self.data.get(key)
+        value = self.get(key)[1]
         if value is None:
             return None
         if not isinstance(value, list | tuple):
@@ -232,8 +241,7 @@ def decoder_fields(config: Mapping[str, Any]) -> tuple[Fields, str]:
     model_type = fields.data.get("model_type")
     if model_type is not None and not isinstance(model_type, str):
         raise SpecError(fields.name("model_type"), model_type, "a string")
-    facts = model_type_facts().get(model_type or outer or "", {})
-    fields.defaults = facts.get("defaults", {})
+    fields.defaults = _defaults(model_type or outer or "")
     return fields, outer or ""
 
 
@@ -687,7 +695,7 @@ def _kv_heads(fields: Fields, heads: int, facts: Mapping[str, Any], notes: list[
     return heads
 
 
-def _head_size(fields: Fields, heads: int) -> int:
+def _head_size(fields: Fields, heads: int, facts: Mapping[str, Any]) -> int:
     found = fields.integer(*HEAD_DIM, high=4096)
     if found is not None:
         return found
@@ -697,7 +705,7 @@ def _head_size(fields: Fields, heads: int) -> int:
         raise SpecError(
             fields.name(key), hidden, f"a multiple of num_attention_heads={heads}, or head_dim to be given"
         )
-    return _integer(fields.name("head_dim"), hidden // heads, 1, 4096)
+    return _integer(fields.name("head_dim"), hidden // heads * facts.get("attention_width", 1), 1, 4096)
 
 
 def _scale(fields: Fields, model_type: str, head_size: int) -> float | None:
@@ -875,7 +883,7 @@ def _variants(
 def _mla(fields: Fields, index: int) -> tuple[int, int] | None:
     """(latent rank, rotary size) where this layer is multi-head latent attention."""
     override = fields.per_layer.get(index)
-    own = Fields({**fields.data, **override} if override else fields.data, fields.path)
+    own = replace(fields, data={**fields.data, **override}) if override else fields
     rank = own.integer("kv_lora_rank", low=0)
     if not rank:
         return None
@@ -946,7 +954,7 @@ def _layers(config: Mapping[str, Any], fields: Fields, outer: str, notes: list[s
     fields.per_layer = _overrides(fields, count)
     _block_attentions(fields, count)  # also read where another list gives the kinds
     is_mla = any(_mla(fields, index) for index in (0, *fields.per_layer))
-    head_size = 1 if is_mla else _head_size(fields, heads)
+    head_size = 1 if is_mla else _head_size(fields, heads, facts)
     base = _Base(
         heads=heads,
         kv_heads=heads if is_mla else _kv_heads(fields, heads, facts, notes),

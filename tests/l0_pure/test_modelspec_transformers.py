@@ -9,13 +9,22 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 
 from turboquant_rocm import AttentionKind, ModelSpec, SpecError
-from turboquant_rocm.hf_config import WORDS, known_model_types, model_from_config, model_type_facts
+from turboquant_rocm.hf_config import (
+    HEADS,
+    HIDDEN,
+    LAYERS,
+    WORDS,
+    known_model_types,
+    model_from_config,
+    model_type_facts,
+)
 from turboquant_rocm.modelspec import bundled_models, load_model
 from turboquant_rocm.planning import Question, Role, answer_question
 from turboquant_rocm.presets import get_preset, load_yaml
@@ -326,3 +335,46 @@ def test_windows_that_a_switch_turns_on(model_type: str, settings: dict[str, Any
 
 def test_every_switch_is_covered():
     assert {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "dots1", "qwen2_vl_text"} <= set(SWITCHED)
+
+
+# hrm_text multiplies num_hidden_layers by its cycles each time that it is read.
+SHAPE = {"model_type", "is_encoder_decoder", *LAYERS, *HEADS, *HIDDEN}
+
+
+@pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name != "hrm_text"])
+def test_fields_left_out_have_the_values_that_transformers_gives_them(model_type: str):
+    """save_pretrained leaves out of a nested text_config whatever equals a default of its class."""
+    try:
+        kind = type(text_config(model_type))
+        shape = {k: v for k, v in json.loads(kind().to_json_string(use_diff=False)).items() if k in SHAPE}
+        whole = json.loads(
+            kind(**{k: v for k, v in shape.items() if k != "model_type"}).to_json_string(use_diff=False)
+        )
+        expected = model_from_config(whole)
+    except Exception as error:
+        pytest.skip(f"transformers cannot build it from its shape: {type(error).__name__}")
+    try:
+        model = model_from_config(shape)
+    except SpecError:
+        return  # refused by name
+    if any(note.startswith("unknown:") for note in model.warnings):
+        return  # said to be a guess
+
+    def compared(spec: ModelSpec) -> list[Any]:
+        return [
+            replace(layer, notes=(), scale=layer.softmax_scale, kv_shared_with=None) for layer in spec.layers
+        ]
+
+    assert compared(model) == compared(expected)
+
+
+def test_null_is_not_left_out():
+    """As in transformers: a field that is there and null does not take the default of its class."""
+    config = {"model_type": "mixtral", "num_hidden_layers": 4, "num_attention_heads": 32, "hidden_size": 4096}
+    assert model_from_config(config).layers[0].num_kv_heads == 8
+    assert model_from_config({**config, "num_key_value_heads": None}).layers[0].num_kv_heads == 32
+
+
+def test_names_of_published_configs_that_transformers_renames():
+    bloom = {"model_type": "bloom", "n_embed": 14336, "n_layer": 70, "num_attention_heads": 112}
+    assert model_from_config(bloom).layers[0].head_size == 128
