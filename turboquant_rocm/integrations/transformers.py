@@ -1,0 +1,629 @@
+"""A TurboQuant KV cache for Hugging Face transformers, and attention over its packed bytes.
+
+    from turboquant_rocm.integrations.transformers import TurboQuantCache
+
+    cache = TurboQuantCache(model.config, preset="turboquant_4bit_nc")
+    model.generate(**inputs, cache=cache)
+
+Two modes, chosen by the model's attention implementation:
+
+* drop-in (any implementation): ``update`` stores what it is given and returns dequantised keys and values, which the
+  model's own attention reads.
+* direct (``model.set_attn_implementation("turboquant")``): ``update`` returns a :class:`PackedChunk`, and
+  :func:`packed_attention` decodes over the packed cache.
+
+Both follow the routes of :mod:`..continuation`: a first chunk attends to its raw keys and values; a later chunk of up
+to ``MAX_DECODE_ROWS`` tokens reads everything, itself included, from the packed cache; a longer one reads its history
+packed and itself raw. Letters of the shapes: docs/design.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, Final
+
+from . import require
+
+require("transformers")
+
+import torch  # noqa: E402
+from transformers import AttentionInterface  # noqa: E402
+from transformers.cache_utils import (  # noqa: E402
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask  # noqa: E402
+
+from ..continuation import attend_prefill  # noqa: E402
+from ..dispatch import IneligibleError, Policy  # noqa: E402
+from ..modelspec import model_from_config  # noqa: E402
+from ..ops import BoundLayer, Checks, PagedCache, bind  # noqa: E402
+from ..planning import DEFAULT_BLOCK_SIZE, DEFAULT_PRESET, LayerPlan, Plan, Role, plan, ranges  # noqa: E402
+from ..spec import Dtype, Preset, SpecError, Target  # noqa: E402
+from ..target import get_target  # noqa: E402
+
+__all__ = [
+    "ATTENTION",
+    "MAX_DECODE_ROWS",
+    "PackedChunk",
+    "PackedLayer",
+    "TurboQuantCache",
+    "UnsupportedError",
+    "packed_attention",
+]
+
+log = logging.getLogger(__name__)
+
+ATTENTION: Final = "turboquant"
+"""Name of :func:`packed_attention` for ``set_attn_implementation`` and ``attn_implementation=``."""
+
+MAX_DECODE_ROWS: Final = 128
+"""Longest chunk after the first that reads itself from the packed cache, as in ``attend_prefill``."""
+
+_SPARE_PAGES: Final = 8  # the pool grows by at least an eighth, so that copying it costs little per token
+
+_DTYPES: Final = {
+    torch.bfloat16: Dtype.BF16,
+    torch.float16: Dtype.FP16,
+    torch.float32: Dtype.FP32,
+}
+
+
+class UnsupportedError(NotImplementedError):
+    """Something that transformers can ask of a cache or of an attention function, and that this one does not do."""
+
+
+_said: set[str] = set()
+
+
+def _say_once(level: int, message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        log.log(level, message)
+
+
+class PackedLayer(CacheLayerMixin):
+    """The packed cache of one layer: pages of ``block_size`` tokens that are added as sequences grow.
+
+    Page j of sequence b is block j * B + b of the pool. With a window the pages are a ring that holds what the next
+    chunk can see, so that the layer stops growing.
+    """
+
+    is_compileable = False
+    is_croppable = True
+
+    def __init__(self, bound: BoundLayer, direct: Callable[[], bool]) -> None:
+        super().__init__()
+        self.bound = bound
+        self.window = bound.layer.window
+        self.is_sliding = self.window is not None
+        self.block_size = bound.layout.block_size
+        self.ring: int | None = None
+        if self.window is not None:
+            self.ring = -(-(self.window - 1 + MAX_DECODE_ROWS) // self.block_size)
+        self._direct = direct
+        self._empty()
+
+    def _empty(self) -> None:
+        self.cache: PagedCache | None = None
+        self.length = 0
+        self._batch = 0
+        self._low = 0  # first position that is still held
+        self._table: torch.Tensor | None = None
+        self._pending: PackedChunk | None = None
+        self.is_initialized = False
+
+    # ---- what transformers asks of a layer ------------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Remember batch size and device, and check that the keys are what was planned for."""
+        layer, shape = self.bound.layer, tuple(key_states.shape)
+        if key_states.dim() != 4 or (shape[1], shape[3]) != (layer.num_kv_heads, layer.head_size):
+            raise SpecError("key_states", shape, f"[B, {layer.num_kv_heads}, q, {layer.head_size}]")
+        if value_states.shape[-1] != layer.value_size:
+            raise SpecError(
+                "value_states", tuple(value_states.shape), f"a last dimension of {layer.value_size}"
+            )
+        if _DTYPES.get(key_states.dtype) is not layer.dtype:
+            raise SpecError(
+                "key_states",
+                key_states.dtype,
+                f"{layer.dtype}, as planned; TurboQuantCache(dtype=...) plans others",
+            )
+        target = self.bound.decision.target
+        if (key_states.device.type == "cpu") != (target.arch == "cpu"):
+            raise SpecError("target", target.arch, f"a target for keys on {key_states.device}")
+        self.device = key_states.device
+        self._batch = shape[0]
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Store [B, Hk, q, D] and [B, Hk, q, Dv]; return the keys and values that the q queries see.
+
+        They are raw for a first chunk, dequantised in drop-in mode, and one :class:`PackedChunk` twice in direct mode.
+        """
+        self._settled()
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if key_states.shape[0] != self._batch:
+            raise SpecError(
+                "key_states", tuple(key_states.shape), f"batch size {self._batch}, as in this cache"
+            )
+        if self.length == 0:
+            self._store(key_states, value_states)
+            return key_states, value_states
+        chunk = PackedChunk(self, key_states, value_states, self.length)
+        if chunk.short:
+            self._store(key_states, value_states)
+        if self._direct():
+            if not chunk.short:
+                self._pending = chunk  # stored once it has attended: in a ring it would overwrite its history
+            return chunk, chunk
+        return chunk.dense()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(tokens, position of the first) that the next ``query_length`` queries are shown."""
+        self._settled()
+        start = self._start(self.length)
+        return self.length - start + query_length, start
+
+    def get_seq_length(self) -> int:
+        """Tokens stored so far, those that left the window included."""
+        return self.length if self._pending is None else self._pending.total
+
+    def get_max_length(self) -> int:
+        """The window, or -1 without one."""
+        return -1 if self.window is None else self.window
+
+    def reset(self) -> None:
+        """Forget every token and free the pages."""
+        self._empty()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens (a negative number, as in transformers)."""
+        self._settled()
+        if tokens_to_remove > 0:
+            raise SpecError(
+                "tokens_to_remove", tokens_to_remove, "a number <= 0: -n removes the last n tokens"
+            )
+        left = max(0, self.length + tokens_to_remove)
+        if left and self._start(left) < self._low:
+            raise UnsupportedError(
+                f"crop({tokens_to_remove}) needs tokens from {self._start(left)}, and this layer with window "
+                f"{self.window} holds those from {self._low}"
+            )
+        self.length = left
+        if left == 0:
+            self._low = 0
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Beam search: sequence i becomes a copy of sequence beam_idx[i]."""
+        self._select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every sequence ``repeats`` times, copies side by side."""
+        if self.is_initialized:
+            self._select(torch.arange(self._batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these sequences."""
+        self._select(indices)
+
+    def offload(self) -> None:
+        """Refused: the pages stay on their device."""
+        raise UnsupportedError("TurboQuantCache does not offload: packed layers stay on their device")
+
+    def prefetch(self) -> None:
+        """Refused, as :meth:`offload`."""
+        self.offload()
+
+    # ---- pages ----------------------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all allocated pages."""
+        return 0 if self.cache is None else self.cache.nbytes
+
+    def _start(self, length: int) -> int:
+        """First position that the token after ``length`` others sees."""
+        return 0 if self.window is None else max(0, length - self.window + 1)
+
+    def _settled(self) -> None:
+        if self._pending is not None:
+            raise UnsupportedError(
+                "the previous chunk was handed out packed, and no attention was run over it: the model must call "
+                f"the attention implementation {ATTENTION!r} after every cache update"
+            )
+
+    def _blocks(self, cache: PagedCache) -> torch.Tensor:
+        """All bytes as [pages, B, bytes of a block]."""
+        size = self.bound.layout.block_stride
+        flat = cache.data.as_strided((cache.num_blocks, size), (size, 1))
+        return flat.view(-1, self._batch, size)
+
+    def _select(self, indices: torch.Tensor) -> None:
+        self._settled()
+        if not self.is_initialized:
+            return
+        if indices.dtype is torch.bool:
+            indices = indices.nonzero()[:, 0]
+        indices = indices.to(self.device)
+        old, self._batch, self._table = self._batch, len(indices), None
+        if self.cache is None:
+            return
+        size = self.bound.layout.block_stride
+        before = self.cache.data.as_strided((self.cache.num_blocks, size), (size, 1)).view(-1, old, size)
+        self.cache = self.bound.allocate(before.shape[0] * self._batch, self.device)
+        torch.index_select(before, 1, indices, out=self._blocks(self.cache))
+
+    def _reserve(self, tokens: int) -> None:
+        """Pages for ``tokens`` tokens of every sequence."""
+        need = -(-tokens // self.block_size)
+        if self.ring is not None:
+            need = min(need, self.ring)
+        have = 0 if self.cache is None else self.cache.num_blocks // self._batch
+        if need <= have:
+            return
+        need = max(need, have + have // _SPARE_PAGES)
+        if self.ring is not None:
+            need = min(need, self.ring)
+        grown = self.bound.allocate(need * self._batch, self.device)
+        if self.cache is not None:
+            self._blocks(grown)[:have] = self._blocks(self.cache)
+        self.cache = grown
+
+    def _block_ids(self, pages: torch.Tensor) -> torch.Tensor:
+        """[B, n] block of each of the n pages of every sequence."""
+        if self.ring is not None:
+            pages = pages % self.ring
+        return pages * self._batch + torch.arange(self._batch, device=self.device)[:, None]
+
+    def table(self, tokens: int) -> torch.Tensor:
+        """Block table [B, M] int32 that spans ``tokens`` tokens."""
+        pages = -(-tokens // self.block_size)
+        if self._table is None or self._table.shape[1] < pages:
+            room = pages + pages // _SPARE_PAGES
+            self._table = self._block_ids(torch.arange(room, device=self.device)).int()
+        return self._table[:, :pages]
+
+    def lengths(self, tokens: int) -> torch.Tensor:
+        """[B] int32, ``tokens`` for every sequence."""
+        return torch.full((self._batch,), tokens, dtype=torch.int32, device=self.device)
+
+    def _store(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Append [B, Hk, q, D] and [B, Hk, q, Dv]."""
+        queries = key.shape[2]
+        total = self.length + queries
+        self._reserve(total)
+        if self.cache is None:
+            return  # nothing was ever given
+        room = self.cache.num_blocks // self._batch * self.block_size
+        dropped = 0 if self.ring is None else max(0, queries - room)
+        position = torch.arange(self.length + dropped, total, device=self.device)
+        slots = self._block_ids(position // self.block_size) * self.block_size + position % self.block_size
+        self.bound.store(
+            _rows(key[:, :, dropped:]), _rows(value[:, :, dropped:]), self.cache, slots.reshape(-1)
+        )
+        self.length = total
+        if self.ring is not None:
+            self._low = max(self._low, total - self.ring * self.block_size)
+
+    def dequantized(self, start: int, stop: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [B, Hk, n, D] and values [B, Hk, n, Dv] of positions [start, stop)."""
+        assert self.cache is not None
+        count = stop - start
+        key, value, _ = self.bound.dequantize(
+            self.cache,
+            self.table(stop),
+            self.lengths(stop),
+            starts=self.lengths(start),
+            dtype=dtype,
+            total=self._batch * count,
+        )
+        return (
+            key.view(self._batch, count, *key.shape[1:]).transpose(1, 2),
+            value.view(self._batch, count, *value.shape[1:]).transpose(1, 2),
+        )
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """[B, H, q, D] as [B * q, H, D]."""
+    return x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
+
+
+@dataclass(eq=False)
+class PackedChunk:
+    """Stands for the keys and values of a chunk and its history on the way from the cache to the attention.
+
+    key [B, Hk, q, D], value [B, Hk, q, Dv]: the raw chunk. before: tokens of history. Good for one attention call.
+    """
+
+    layer: PackedLayer
+    key: torch.Tensor
+    value: torch.Tensor
+    before: int
+
+    @property
+    def queries(self) -> int:
+        """Tokens of the chunk, q."""
+        return int(self.key.shape[2])
+
+    @property
+    def total(self) -> int:
+        """Tokens with the chunk."""
+        return self.before + self.queries
+
+    @property
+    def short(self) -> bool:
+        """True if the chunk reads itself from the packed cache, and has been stored there."""
+        return self.queries <= MAX_DECODE_ROWS
+
+    def _done(self) -> None:
+        if not self.short:
+            self.layer._pending = None
+            self.layer._store(self.key, self.value)
+
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [B, Hk, n, D] and values [B, Hk, n, Dv] of all n tokens that some query of the chunk sees."""
+        start = self.layer._start(self.before)
+        if self.short:
+            return self.layer.dequantized(start, self.total, self.key.dtype)
+        key, value = self.layer.dequantized(start, self.before, self.key.dtype)
+        found = torch.cat([key, self.key], 2), torch.cat([value, self.value], 2)
+        self._done()
+        return found
+
+    def attend(self, query: torch.Tensor, scale: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
+        """Causal attention of query [B, Hq, q, D] over the packed cache: [B, q, Hq, Dv]."""
+        layer, bound, (batch, _, queries, _) = self.layer, self.layer.bound, query.shape
+        cache = layer.cache
+        assert cache is not None
+        lengths, rows, out = layer.lengths(self.total), _rows(query), None
+        starts = torch.arange(0, (batch + 1) * queries, queries, dtype=torch.int32, device=query.device)
+        if not self.short:
+            out = attend_prefill(
+                bound, rows, _rows(self.key), _rows(self.value), cache, layer.table(self.total), lengths, starts,
+                query_lens=[queries] * batch, total_lens=[self.total] * batch, scale=scale, sinks=sinks,
+                max_decode_rows=MAX_DECODE_ROWS,
+            )  # fmt: skip
+            self._done()
+        elif queries == 1:
+            out = bound.decode(rows, cache, layer.table(self.total), lengths, scale=scale, sinks=sinks)
+        else:
+            out = bound.decode(
+                rows, cache, layer.table(self.total), lengths, starts,
+                max_query_len=queries, scale=scale, sinks=sinks,
+            )  # fmt: skip
+        assert isinstance(out, torch.Tensor)
+        return out.view(batch, queries, *out.shape[1:])
+
+    def is_causal(self, mask: torch.Tensor | None) -> bool:
+        """True if ``mask`` (bool [B, 1, q, n], None: none needed) hides just the future and what left the window."""
+        window = self.layer.window
+        if mask is None:
+            return window is None or self.total <= window
+        key = (self.before, self.queries, window)
+        if _verdict.mask is not None and _verdict.mask() is mask and _verdict.key == key:
+            return _verdict.causal  # the layers of a forward pass share their masks
+        start = self.layer._start(self.before)
+        at = torch.arange(self.before, self.total, device=mask.device)[:, None]
+        token = torch.arange(start, self.total, device=mask.device)
+        seen = token <= at
+        if window is not None:
+            seen &= token > at - window
+        causal = mask.dtype is torch.bool and mask.shape[-2:] == seen.shape and bool((mask == seen).all())
+        _verdict.mask, _verdict.key, _verdict.causal = weakref.ref(mask), key, causal
+        return causal
+
+
+class _Verdict:
+    """What was last found out about a mask."""
+
+    mask: weakref.ref[torch.Tensor] | None = None
+    key: tuple[int, int, int | None] = (0, 0, None)
+    causal: bool = False
+
+
+_verdict = _Verdict()
+
+
+# ---- attention ---------------------------------------------------------------------------------------------
+
+
+def packed_attention(
+    module: Any,
+    query: torch.Tensor,  # [B, Hq, q, D]
+    key: torch.Tensor | PackedChunk,
+    value: torch.Tensor | PackedChunk,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention for ``AttentionInterface``: over a :class:`PackedChunk` by its backend, over tensors by transformers.
+
+    Masks that are not plain causal (left padding, packed sequences, image blocks) run over dequantised keys and
+    values with that mask, which is logged once. Returns out [B, q, Hq, Dv] and None or the weights.
+    """
+    if not isinstance(key, PackedChunk):
+        return _native_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    if dropout:
+        raise UnsupportedError(f"dropout={dropout}: attention over a packed cache is for inference")
+    for name in ("output_attentions", "position_bias"):
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            raise UnsupportedError(f"{name}: attention over a packed cache has none")
+    if not key.is_causal(attention_mask):
+        _say_once(
+            logging.WARNING,
+            "a mask that is not plain causal (left padding, for one): attention over dequantised keys and values",
+        )
+        dense = key.dense()
+        return _native_attention(module, query, *dense, attention_mask, dropout, scaling, **kwargs)
+    layer = key.layer.bound.layer
+    if kwargs.get("softcap") != layer.soft_cap:
+        raise SpecError(
+            f"layer {layer.index}: softcap", kwargs.get("softcap"), f"{layer.soft_cap}, as planned"
+        )
+    sinks = kwargs.get("s_aux")
+    if layer.sinks != (sinks is not None):
+        raise SpecError(f"layer {layer.index}: s_aux", sinks is not None, f"{layer.sinks}, as planned")
+    sinks = None if sinks is None else sinks.detach().float()
+    return key.attend(query, scaling, sinks), None
+
+
+def _native_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """transformers' SDPA attention, or the model's eager one where there are sinks or a soft cap."""
+    if kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
+        found: tuple[torch.Tensor, torch.Tensor | None] = sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return found
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if eager is None:
+        raise UnsupportedError(
+            f"{type(module).__name__}: sinks or a soft cap, and no eager_attention_forward"
+        )
+    queries, tokens = query.shape[2], key.shape[2]
+    if mask is None and queries > 1:
+        mask = torch.ones(1, 1, queries, tokens, dtype=torch.bool, device=query.device).tril(tokens - queries)
+    if mask is not None and mask.dtype is torch.bool:
+        lowest = torch.finfo(query.dtype).min
+        mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, lowest)
+    done: tuple[torch.Tensor, torch.Tensor | None] = eager(
+        module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
+    )
+    return done
+
+
+AttentionInterface.register(ATTENTION, packed_attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+# ---- the cache ---------------------------------------------------------------------------------------------
+
+
+class TurboQuantCache(Cache):
+    """A transformers cache whose layers are packed where the plan says so, and transformers' own elsewhere.
+
+    config: of the model; its attention implementation chooses the mode (see the module). preset, block_size: as in
+    :func:`turboquant_rocm.plan`. backend, layout: force one (``torch_reference`` is never chosen by itself). target:
+    ``local`` or an arch. dtype: of keys and queries (default: what the config says). protect: native layers at each
+    end (default: 2 for dense models). skip_layers: indices, or kinds such as ``sliding``, that stay native. checks: of
+    every call, see :data:`..ops.Checks`.
+
+    ``plan`` says what was decided; it is logged once. Layers that no backend serves stay native with a warning; if
+    none is served, IneligibleError lists every reason. SpecError names a wrong argument.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        preset: str | Preset = DEFAULT_PRESET,
+        backend: str | None = None,
+        *,
+        layout: str | None = None,
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        target: str | Target = "local",
+        dtype: Dtype | str | None = None,
+        protect: int | None = None,
+        skip_layers: Collection[int | str] = (),
+        checks: Checks = "shapes",
+    ) -> None:
+        if not hasattr(config, "get_text_config"):
+            raise SpecError("config", type(config).__name__, "a transformers config, as model.config")
+        text = config.get_text_config(decoder=True)
+        layers: list[Any] = DynamicCache(config=config).layers
+        model = model_from_config(config.to_dict(), name=str(config.model_type), source="transformers")
+        if len(model.layers) != len(layers):
+            raise SpecError("config", f"{len(model.layers)} layers", f"{len(layers)}, as transformers has")
+        foreign = {
+            i
+            for i, layer in enumerate(layers)
+            if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer)
+        }
+        # Layers that share a cache hand its keys and values to one another inside the model.
+        foreign |= {e.kv_shared_with for e in model.layers if e.kv_shared_with is not None}
+        self.plan: Plan = plan(
+            model,
+            get_target(target),
+            preset,
+            block_size,
+            policy=Policy.from_environment().narrowed_by(Policy(force=backend, layout=layout)),
+            protect=protect,
+            skip={*skip_layers, *foreign},
+            dtype=dtype,
+        )
+        packed = [entry for entry in self.plan.layers if entry.role is Role.QUANTIZED]
+        if not packed and self.plan.refused:
+            first = self.plan.refused[0]
+            raise IneligibleError(self.plan.question.request(first.layer), dict(first.refused), "no backend")
+
+        def direct() -> bool:
+            return bool(text._attn_implementation == ATTENTION)
+
+        for entry in packed:
+            layers[entry.layer.index] = self._packed(entry, layers[entry.layer.index], direct, checks)
+        super().__init__(layers=layers)
+        _say_once(logging.WARNING if self.plan.refused else logging.INFO, self._summary())
+
+    @staticmethod
+    def _packed(entry: LayerPlan, native: Any, direct: Callable[[], bool], checks: Checks) -> PackedLayer:
+        window = getattr(native, "sliding_window", None)
+        if window != entry.layer.window:
+            raise SpecError(
+                f"layer {entry.layer.index}: window", entry.layer.window, f"{window}, as transformers has"
+            )
+        assert entry.decision is not None
+        return PackedLayer(bind(entry.decision, checks=checks), direct)
+
+    def _summary(self) -> str:
+        parts = []
+        for group in self.plan.groups:
+            first = group.first
+            what = (
+                f"{first.backend} ({first.decision.layout})" if first.decision else f"native ({first.reason})"
+            )
+            if first.role is Role.REFUSED:
+                reasons = "; ".join(
+                    f"{name}: {', '.join(map(str, why))}" for name, why in first.refused.items()
+                )
+                what = f"native (no backend: {reasons})"
+            parts.append(f"layers {ranges(group.layers)}: {what}")
+        question = self.plan.question
+        return f"{self.plan.model.name}, {question.preset.name} on {question.target}: " + ", ".join(parts)
+
+    @property
+    def packed_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that are packed."""
+        return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer, PackedLayer))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the cache occupies now: pages of packed layers, keys and values of native ones."""
+        total = 0
+        for layer in self.layers:
+            if isinstance(layer, PackedLayer):
+                total += layer.nbytes
+            else:
+                tensors = (getattr(layer, "keys", None), getattr(layer, "values", None))
+                total += sum(x.nbytes for x in tensors if isinstance(x, torch.Tensor))
+        return total
