@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from ..codebook import centroids
@@ -24,6 +25,17 @@ def _centroid_norm(data: torch.Tensor, layout: Layout) -> torch.Tensor:
     return norm
 
 
+def _overlap(a: torch.Tensor, a_bytes: int, b: torch.Tensor, b_bytes: int) -> bool:
+    """True if a block of ``a`` and one of ``b`` share a byte. *_bytes: what a block spans, its pad not included."""
+    if a.device != b.device:
+        return False
+    first_a, first_b = (x.data_ptr() + np.arange(x.shape[0], dtype=np.int64) * x.stride(0) for x in (a, b))
+    below = np.searchsorted(
+        first_a, first_b + b_bytes
+    )  # blocks of a that start before the end of each of b's
+    return bool((below > np.searchsorted(first_a + a_bytes, first_b, side="right")).any())
+
+
 def convert(
     cache: torch.Tensor,  # [nb, bs, Hk, slot_stride] uint8, bytes of ``source``
     source: Layout,
@@ -37,8 +49,12 @@ def convert(
     Above 65504 it saturates, as in a direct SoA store, and comes back as 65504 ||c||: ||c|| is near 1 for most vectors,
     but 0.36 at D = 64 and 4 bits for one that is one-hot when rotated, which saturates from ||k|| = 2.4e4. No norm
     becomes infinite in either direction. Pads of ``out`` are not touched.
-    SpecError if the two layouts do not hold the same thing.
+    SpecError if the two layouts do not hold the same thing, or if ``out`` has other blocks or shares bytes with
+    ``cache``; nothing is written then.
     """
+    for name, layout in (("source", source), ("target", target)):
+        if not isinstance(layout, Layout):
+            raise SpecError(name, layout, "a Layout, from make_layout()")
     for name in ("preset", "head_size", "value_head_size", "num_kv_heads", "block_size"):
         if getattr(source, name) != getattr(target, name):
             raise SpecError(
@@ -48,6 +64,10 @@ def convert(
     if out is None:
         out = allocate(target, cache.shape[0], cache.device)
     check_cache(out, target)
+    if out.shape[0] != cache.shape[0]:
+        raise SpecError("out", f"{out.shape[0]} blocks", f"{cache.shape[0]} blocks, as the cache has")
+    if _overlap(cache, source.content_bytes, out, target.content_bytes):
+        raise SpecError("out", "memory of the cache", "memory of its own: no conversion is in place")
     for name, _ in source.places:
         data = field_view(cache, source, name)
         if name == "key_norm" and source.norm_meaning is not target.norm_meaning:

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cases import gaussian, layer_spec, reference, same_bytes
-from turboquant_rocm import SpecError, TagError, make_layout, preset_names
+from turboquant_rocm import Preset, SpecError, TagError, make_layout, preset_names
 from turboquant_rocm.codebook import centroids, rotation
-from turboquant_rocm.layouts import LAYOUT_NAMES, CacheTag, Layout
+from turboquant_rocm.layouts import LAYOUT_NAMES, LAYOUT_VERSION, CacheTag, Layout
 from turboquant_rocm.layouts.convert import canonicalize, convert
 from turboquant_rocm.layouts.packing import pack, unpack
-from turboquant_rocm.layouts.views import allocate, field_view, read_fp16
+from turboquant_rocm.layouts.views import allocate, check_cache, field_view, read_fp16
 
 HEAD_SIZES = (16, 64, 80, 96, 112, 128, 192, 256)
 
@@ -77,6 +77,10 @@ def test_every_byte_has_one_owner(g: dict):
     assert layout.block_stride - owners.sum() <= (
         pieces * (layout.slot_stride - used) + (layout.block_stride - pieces * layout.slot_stride) + 1
     )
+    for name, place in layout.places:
+        if layout.name == "soa" and name in ("key_norm", "value_scale", "value_zero"):
+            strides = (place.base, place.token_stride, place.head_stride)
+            assert not any(x % 2 for x in strides), "kernels load these as aligned fp16"
     if layout.slot_stride == used and layout.block_stride == pieces * layout.slot_stride:
         assert owners.min() == 1, "a byte that nobody owns"
 
@@ -134,6 +138,8 @@ def test_packing_is_one_little_endian_bit_stream(bits: int, count: int, seed: in
 def test_packing_refuses():
     with pytest.raises(SpecError, match="bits=9"):
         pack(np.zeros(8, np.uint8), 9)
+    with pytest.raises(SpecError, match=r"bits=4\.0"):
+        pack(np.zeros(8, np.uint8), 4.0)
     with pytest.raises(SpecError, match="data"):
         unpack(np.zeros(5, np.uint8), 3, 8)
 
@@ -157,6 +163,7 @@ def test_nibble_and_three_bit_order(bits: int):
         ("slot_stride", 132),
         ("slot_stride", 135),
         ("block_stride", 8 * 16 * 134 - 2),
+        ("block_stride", 8 * 16 * 134 + 1),
     ],
 )
 def test_wrong_geometry_is_refused_by_name(argument: str, value: object):
@@ -184,6 +191,41 @@ def test_tag_names_each_difference(field: str):
         other.require(TAG)
     assert list(error.value.differences) == [field]
     assert f"{field}=other" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "preset", "meaning"),
+    [
+        ("aos", "turboquant_k8v4", ("e4m3fn", "none", False)),
+        ("soa", "turboquant_k8v4", ("e4m3fn", "none", False)),
+        ("aos", "turboquant_3bit_nc", (None, "raw", True)),
+        ("soa", "turboquant_3bit_nc", (None, "folded", True)),
+        ("soa", Preset("plain", 3, 3, False), (None, "raw", False)),
+    ],
+    ids=str,
+)
+def test_tag_says_what_the_bytes_mean(layout: str, preset: str | Preset, meaning: tuple):
+    made = make_layout(layout, preset, 64, 2, 16, slot_stride=128)
+    tag = made.tag
+    assert (tag.fp8_format, tag.norm_meaning, tag.norm_correction) == meaning
+    assert (tag.layout, tag.version) == (layout, LAYOUT_VERSION)
+    assert (tag.preset, tag.key_bits, tag.value_bits) == (
+        made.preset.name,
+        made.preset.key_bits,
+        made.preset.value_bits,
+    )
+    assert (tag.head_size, tag.value_head_size, tag.num_kv_heads, tag.block_size) == (64, 64, 2, 16)
+    assert (tag.slot_stride, tag.block_stride) == (128, 16 * 2 * 128)
+    assert dataclasses.replace(made, version=LAYOUT_VERSION + 1).tag.version == LAYOUT_VERSION + 1
+
+
+def test_strides_of_single_elements_mean_nothing():
+    """torch gives a dimension of one element any stride: a cache of one block, sliced out of a pool, is a good one."""
+    layout = make_layout("soa", "turboquant_4bit_nc", 64, 2, 16)
+    pool = allocate(layout, 6, "cpu")
+    check_cache(pool[::3][1:], layout)
+    with pytest.raises(SpecError, match="strides"):
+        check_cache(pool[::3], layout)
 
 
 def test_tag_survives_json():
@@ -311,6 +353,72 @@ def test_conversion_refuses_other_contents():
     a = make_layout("aos", "turboquant_4bit_nc", 64, 2, 16)
     with pytest.raises(SpecError, match="target block_size=32"):
         convert(allocate(a, 1, "cpu"), a, make_layout("soa", "turboquant_4bit_nc", 64, 2, 32))
+
+
+@pytest.mark.parametrize(
+    ("field", "other"),
+    [
+        ("preset", {"preset": "turboquant_k3v4_nc"}),
+        ("head_size", {"head_size": 128, "value_head_size": 64}),
+        ("value_head_size", {"value_head_size": 128}),
+        ("num_kv_heads", {"num_kv_heads": 3}),
+        ("block_size", {"block_size": 8}),
+    ],
+)
+def test_conversion_names_what_the_layouts_disagree_on(field: str, other: dict):
+    same = {"preset": "turboquant_4bit_nc", "head_size": 64, "num_kv_heads": 2, "block_size": 16}
+    a, b = make_layout("aos", **same), make_layout("soa", **{**same, **other})
+    with pytest.raises(SpecError) as error:
+        convert(allocate(a, 1, "cpu"), a, b)
+    assert error.value.field == f"target {field}"
+
+
+def test_conversion_refuses_tensors_that_it_would_misread_or_overwrite():
+    """Too few or too many blocks (copying would repeat one block into all), no cache at all, memory that it reads."""
+    a, b = (make_layout(name, "turboquant_4bit_nc", 64, 2, 16) for name in LAYOUT_NAMES)
+    cache = allocate(a, 3, "cpu", fill=0xCD)
+    pool = torch.full((7, *a.shape), 0xCD, dtype=torch.uint8)
+    for out, got in (
+        (allocate(b, 1, "cpu"), "1 blocks"),
+        (allocate(b, 4, "cpu"), "4 blocks"),
+        (allocate(b, 3, "cpu").to(torch.int8), "int8"),
+        (cache, "memory of the cache"),
+    ):
+        with pytest.raises(SpecError) as error:
+            convert(cache, a, b, out)
+        assert error.value.field in ("out", "cache")
+        assert got in str(error.value)
+    for wrong in (cache.to(torch.int8), cache[..., :-2], None):
+        with pytest.raises(SpecError, match="cache="):
+            convert(wrong, a, b)
+    for shift in (0, 1, 2):
+        with pytest.raises(SpecError, match="memory of its own"):
+            convert(pool[2:5], a, b, pool[2 + shift : 5 + shift])
+        with pytest.raises(SpecError, match="memory of its own"):
+            convert(pool[2:5], a, b, pool[2 - shift : 5 - shift])
+    assert (cache == 0xCD).all()
+    assert (pool == 0xCD).all(), "nothing may be written"
+    convert(pool[1:4], a, b, pool[4:7])  # neighbours share no byte
+    for wrong in ("soa", None):
+        with pytest.raises(SpecError, match="source="):
+            convert(cache, wrong, b)
+        with pytest.raises(SpecError, match="target="):
+            convert(cache, a, wrong)
+
+
+def test_conversion_between_interleaved_caches_of_one_pool():
+    """A page pool may hold two layers' blocks by turns: their spans overlap, and no block does."""
+    page = make_layout("aos", "turboquant_4bit_nc", 64, 2, 16).block_stride
+    a, b = (
+        make_layout(name, "turboquant_4bit_nc", 64, 2, 16, block_stride=2 * page) for name in LAYOUT_NAMES
+    )
+    generator = torch.Generator().manual_seed(6)
+    pool = torch.randint(0, 256, (8 * page,), generator=generator, dtype=torch.uint8)
+    first, second = (pool[i * page :].as_strided((4, *a.shape), a.strides) for i in (0, 1))
+    field_view(first, a, "key_norm")[..., 1] &= 0x3B  # finite norms
+    want = convert(first, a, b)
+    convert(first, a, b, second)
+    assert torch.equal(second, want)
 
 
 def test_canonicalize_foreign_bytes():
