@@ -169,7 +169,9 @@ class PackedLayer(CacheLayerMixin):
             if not chunk.short:
                 self._pending = chunk  # stored once it has attended: in a ring it would overwrite its history
             return chunk, chunk
-        return chunk.dense()
+        dense = chunk.dense()
+        chunk.done()
+        return dense
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(tokens, position of the first) that the next ``query_length`` queries are shown."""
@@ -345,7 +347,8 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 class PackedChunk:
     """Stands for the keys and values of a chunk and its history on the way from the cache to the attention.
 
-    key [B, Hk, q, D], value [B, Hk, q, Dv]: the raw chunk. before: tokens of history. Good for one attention call.
+    After one attention call :meth:`done` must be called.
+    key [B, Hk, q, D], value [B, Hk, q, Dv]: the raw chunk. before: tokens of history.
     """
 
     layer: PackedLayer
@@ -368,7 +371,8 @@ class PackedChunk:
         """True if the chunk reads itself from the packed cache, and has been stored there."""
         return self.queries <= MAX_DECODE_ROWS
 
-    def _done(self) -> None:
+    def done(self) -> None:
+        """Attention is over: a long chunk is stored now, since in a ring it overwrites its own history."""
         if not self.short:
             self.layer._pending = None
             self.layer._store(self.key, self.value)
@@ -379,9 +383,7 @@ class PackedChunk:
         if self.short:
             return self.layer.dequantized(start, self.total, self.key.dtype)
         key, value = self.layer.dequantized(start, self.before, self.key.dtype)
-        found = torch.cat([key, self.key], 2), torch.cat([value, self.value], 2)
-        self._done()
-        return found
+        return torch.cat([key, self.key], 2), torch.cat([value, self.value], 2)
 
     def attend(self, query: torch.Tensor, scale: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
         """Causal attention of query [B, Hq, q, D] over the packed cache: [B, q, Hq, Dv]."""
@@ -396,7 +398,6 @@ class PackedChunk:
                 query_lens=[queries] * batch, total_lens=[self.total] * batch, scale=scale, sinks=sinks,
                 max_decode_rows=MAX_DECODE_ROWS,
             )  # fmt: skip
-            self._done()
         elif queries == 1:
             out = bound.decode(rows, cache, layer.table(self.total), lengths, scale=scale, sinks=sinks)
         else:
@@ -468,6 +469,7 @@ def packed_attention(
             "a mask that is not plain causal (left padding, for one): attention over dequantised keys and values",
         )
         dense = key.dense()
+        key.done()
         return _native_attention(module, query, *dense, attention_mask, dropout, scaling, **kwargs)
     layer = key.layer.bound.layer
     if kwargs.get("softcap") != layer.soft_cap:
@@ -478,7 +480,9 @@ def packed_attention(
     if layer.sinks != (sinks is not None):
         raise SpecError(f"layer {layer.index}: s_aux", sinks is not None, f"{layer.sinks}, as planned")
     sinks = None if sinks is None else sinks.detach().float()
-    return key.attend(query, scaling, sinks), None
+    out = key.attend(query, scaling, sinks)
+    key.done()
+    return out, None
 
 
 def _native_attention(
