@@ -708,8 +708,12 @@ def _head_size(fields: Fields, heads: int, facts: Mapping[str, Any]) -> int:
     return _integer(fields.name("head_dim"), hidden // heads * facts.get("attention_width", 1), 1, 4096)
 
 
-def _scale(fields: Fields, model_type: str, head_size: int) -> float | None:
+def _scale(fields: Fields, model_type: str, head_size: int, facts: Mapping[str, Any]) -> float | None:
     """The softmax scale where it is not 1/sqrt(head_size)."""
+    if "scale" in facts:
+        return float(facts["scale"])
+    if "attention_width" in facts:
+        return float((head_size / facts["attention_width"]) ** -0.5)
     if model_type.startswith(("gemma", "vaultgemma", "t5gemma", "shieldgemma")):
         scalar = fields.number("query_pre_attn_scalar")
         if scalar is not None and scalar != head_size:
@@ -1046,7 +1050,7 @@ def _layers(config: Mapping[str, Any], fields: Fields, outer: str, notes: list[s
             chunk=b.chunk if kind is Kind.CHUNKED else None,
             sinks=sinks and keeps,
             soft_cap=b.soft_cap if keeps else None,
-            scale=_scale(fields, model_type, b.head_size),
+            scale=_scale(fields, model_type, b.head_size, facts),
             dtype=b.dtype,
             position_bias=bias if keeps else None,
             recurrent_state=state,

@@ -227,6 +227,9 @@ def test_no_fallback():
         decide(replace(GQA8, num_heads=512), get_target("gfx942"), NC4, 16, strict)
     assert [r.code for r in caught.value.refused["triton_soa"]] == [Code.GQA_RATIO]
     assert [r.code for r in caught.value.refused["triton_aos"]] == [Code.POLICY]
+    # A forced backend is asked for, so it is no fallback.
+    forced = Policy(allow_fallback=False, force="triton_aos")
+    assert decide(GQA8, get_target("gfx942"), NC4, 16, forced).backend == "triton_aos"
     # Where nothing faster is built for the target, its best one is no fallback.
     assert decide(GQA8, get_target("gfx1100"), NC4, 16, strict).backend == "triton_aos"
 
@@ -362,6 +365,35 @@ def test_logged_again_only_when_the_answer_changes(
     state["problem"] = None
     decide(GQA8, local, NC4, 16, Policy())
     assert len(log.records) == 3
+
+
+def test_questions_that_alternate_are_logged_once_each(log: pytest.LogCaptureFixture):
+    for _ in range(3):
+        for block in (16, 32):
+            decide(GQA8, get_target("gfx942"), NC4, block, Policy())
+    assert len(log.records) == 2
+
+
+def test_the_oldest_answers_are_forgotten_first(
+    log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("turboquant_rocm.dispatch._REMEMBERED", 2)
+    for block in (16, 32, 48, 48, 32):
+        decide(GQA8, get_target("gfx942"), NC4, block, Policy())
+    assert len(log.records) == 3
+    decide(GQA8, get_target("gfx942"), NC4, 16, Policy())
+    assert len(log.records) == 4
+
+
+def test_the_workspace_is_that_of_the_neediest_layer():
+    small, large = replace(GQA8, num_heads=8, num_kv_heads=1), replace(GQA8, index=1)
+
+    def workspace(*layers: LayerSpec) -> int:
+        numbered = tuple(replace(layer, index=i) for i, layer in enumerate(layers))
+        return plan(ModelSpec("some", numbered), get_target("gfx942"), protect=0).workspace_bytes
+
+    assert workspace(small) < workspace(large)
+    assert workspace(small, large) == workspace(large, small) == workspace(large)
 
 
 @pytest.mark.parametrize("code", ["head_size", "window", "block_size", "gqa_ratio", "sinks", "key_bits"])

@@ -23,7 +23,7 @@ from turboquant_rocm.eligibility import (
     refusals,
 )
 from turboquant_rocm.packages import Environment
-from turboquant_rocm.prefill import ROUTES
+from turboquant_rocm.prefill import ROUTES, prefill_route
 from turboquant_rocm.target import targets
 
 PRESET = Preset("some", 4, 4, True)
@@ -189,3 +189,21 @@ def test_arch_gate_comes_before_any_probe(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(packages, "probe", lambda *_: pytest.fail("probed"))
     here = replace(REQUEST, target=Target("amd", "gfx942", local=True))
     assert Package(Code.PACKAGE, name="flydsl", arches=("gfx950",)).check(here) is None
+
+
+@pytest.mark.parametrize(("size", "passes"), [(15, False), (16, True), (64, True), (65, False)])
+def test_at_most_has_two_ends(size: int, passes: bool):
+    requirement = AtMost(Code.BLOCK_SIZE, limit=64, low=16)
+    refusal = requirement.check(replace(REQUEST, block_size=size))
+    assert (refusal is None) is passes
+    if refusal is not None:
+        assert str(refusal) == f"block_size={size} (wants 16 to 64)"
+
+
+@pytest.mark.parametrize(
+    ("size", "route"),
+    [(24, "torch_sdpa"), (32, "triton_unified"), (512, "triton_unified"), (520, "torch_sdpa")],
+)
+def test_head_sizes_that_flash_attention_has_no_kernel_for(size: int, route: str):
+    request = Request(LayerSpec(0, 8, 1, size), Target("amd", "gfx1100"), PRESET, 16)
+    assert prefill_route(request).route == route

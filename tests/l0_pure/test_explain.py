@@ -647,6 +647,26 @@ def test_output_file(tmp_path: Path):
     assert file.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
+def test_a_tensor_parallel_size_must_divide_every_layer():
+    """At tp 4 the first layer would have 16 query heads on one KV head, which FlyDSL takes."""
+    first = LayerSpec(0, 64, 2, 128)
+
+    def sizes(other: LayerSpec) -> list[int]:
+        question = Question(
+            ModelSpec("some", (first, other)), get_target("gfx950"), get_preset("4bit_nc"), protect=0
+        )
+        entry = answer_question(question).layers[0]
+        return [change.new for change in changes(question, entry, "flydsl_gfx950") if change.kind == "tp"]
+
+    assert sizes(replace(first, index=1)) == [4, 8]
+    assert sizes(LayerSpec(1, 63, 7, 128)) == []
+
+
+def test_layers_are_counted_from_the_end():
+    doc = document("llama-3.1-8b --target gfx942 --protect 0 --skip-layers -1")
+    assert [g["layers"] for g in doc["groups"] if g["role"] == "native"] == [[31]]
+
+
 # ---- exit codes and hostile input -----------------------------------------------------------------------
 
 
@@ -674,6 +694,12 @@ def test_exit_status(command: str, status: int, capsys: pytest.CaptureFixture):
     captured = capsys.readouterr()
     assert captured.out
     assert bool(captured.err) == (status == 2)
+
+
+def test_refused_layers_come_before_an_expectation_in_the_exit_status():
+    status, _, notes = explain("deepseek-v3 --target gfx942 --expect triton_soa")
+    assert status == 1
+    assert notes.startswith("expected triton_soa everywhere: 57 layers")
 
 
 @pytest.mark.usefixtures("without_flydsl_kernels")

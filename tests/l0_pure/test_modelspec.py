@@ -61,6 +61,14 @@ CONVENTIONS = {
         {"layer_types": ["full_attention"] * 7, "num_nextn_predict_layers": 1},
         [F] * 6,
     ),
+    "layer_types-longer-mixed": (
+        {
+            "layer_types": ["full_attention"] * 6 + ["sliding_attention"],
+            "num_nextn_predict_layers": 1,
+            "sliding_window": 64,
+        },
+        [F] * 6,
+    ),
     "layers_block_type": ({"layers_block_type": ["mamba", "attention", "moe"] * 2}, [L, F, N] * 2),
     "block_types": (
         {"block_types": ["recurrent", "recurrent", "attention"], "attention_window_size": 64},
@@ -326,6 +334,11 @@ def test_soft_caps_scales_and_position_biases():
     assert gemma.layers[0].scale == pytest.approx(1 / 12)
     assert read(final_logit_softcapping=30.0).layers[0].soft_cap is None  # of the output, not of attention
     assert read(model_type="granite", attention_multiplier=0.5).layers[0].scale == 0.5
+    # Architectures that scale in their own way, without a field.
+    assert read(model_type="gemma4_text", sliding_window=64).layers[0].softmax_scale == 1.0
+    assert read(model_type="gpt_neo", window_size=64).layers[0].softmax_scale == 1.0
+    zamba = read(model_type="zamba2", attention_head_dim=160, hybrid_layer_ids=[1]).layers[1]
+    assert zamba.softmax_scale == pytest.approx(80**-0.5)
     assert read(model_type="bloom").layers[0].position_bias == "alibi"
     assert read(model_type="falcon", alibi=True).layers[0].position_bias == "alibi"
     assert read(model_type="t5").layers[0].position_bias == "relative"
@@ -1043,3 +1056,15 @@ def test_every_file_of_configs_can_be_read():
     assert len(files) > 30
     for path in files:
         assert isinstance(parse_yaml(path.read_text(encoding="utf-8"), path.name), dict), path
+
+
+def test_global_kv_heads_hold_where_keys_are_values():
+    given = {
+        "model_type": "gemma4_text",
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "sliding_window": 64,
+        "num_global_key_value_heads": 2,
+    }
+    assert {layer.num_kv_heads for layer in read(**given, attention_k_eq_v=True).layers[1::2]} == {2}
+    kept = {layer.num_kv_heads for layer in read(**given, attention_k_eq_v=False).layers}
+    assert kept == {BASE["num_key_value_heads"]}
