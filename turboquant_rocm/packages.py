@@ -22,6 +22,8 @@ from .spec import SpecError
 __all__ = ["OWNERS", "Environment", "installed_version", "owners", "probe", "satisfies"]
 
 PROBE_SECONDS: Final = 60.0
+_IMPORTED: Final = "imported"
+"""What the subprocess prints after the import; a package that exits with status 0 does not get there."""
 
 OWNERS: Final = MappingProxyType(
     {
@@ -60,6 +62,11 @@ def satisfies(version: str, wants: str) -> bool:
     return True
 
 
+def _serves(version: str, wants: str) -> bool:
+    """:func:`satisfies`, False for what has no numbers: a package's own mistake is a reason against it, no error."""
+    return re.match(r"\d", version) is not None and satisfies(version, wants)
+
+
 def owners(import_name: str) -> dict[str, str]:
     """Installed distributions that own ``import import_name``, with their versions. More than one is trouble."""
     import importlib.metadata  # slow to import, and rarely asked for
@@ -87,7 +94,7 @@ def _import_isolated(name: str) -> str | None:
     """What happened when a subprocess imported ``name``: None if it went well."""
     try:
         run = subprocess.run(
-            [sys.executable, "-c", f"import {name}"],
+            [sys.executable, "-c", f"import {name}; print(); print({_IMPORTED!r})"],
             capture_output=True,
             text=True,
             errors="replace",
@@ -98,7 +105,7 @@ def _import_isolated(name: str) -> str | None:
         return f"import does not return within {PROBE_SECONDS:.0f} s"
     except OSError as error:
         return f"import could not be tried: {error}"
-    if run.returncode == 0:
+    if run.returncode == 0 and _IMPORTED in run.stdout.splitlines():
         return None
     detail = _last_line(run.stderr) or _last_line(run.stdout)
     if run.returncode < 0:
@@ -132,7 +139,7 @@ def probe(name: str, version: str = "", isolated: bool = False) -> str | None:
     if spec is None:
         return "not installed"
     found = installed_version(name)
-    if version and found is not None and not satisfies(found, version):
+    if version and found is not None and not _serves(found, version):
         return f"{name} {found}"
     problem = _import_isolated(name) if isolated else _import_here(name)
     if problem is not None:
@@ -141,7 +148,7 @@ def probe(name: str, version: str = "", isolated: bool = False) -> str | None:
         reported = getattr(sys.modules.get(name), "__version__", None)
         if not isinstance(reported, str):
             return f"{name} of unknown version"
-        if not satisfies(reported, version):
+        if not _serves(reported, version):
             return f"{name} {reported}"
     return None
 

@@ -459,6 +459,7 @@ def test_versions_that_cannot_be_read(version: str, wants: str):
 BROKEN = {
     "broken_import": "raise ImportError('libmissing.so: cannot open shared object file')",
     "broken_exit": "import sys; sys.exit(3)",
+    "broken_quiet_exit": "import sys; print('done'); sys.exit(0)",
     "broken_abort": "import os; os.abort()",
     "broken_error": "raise RuntimeError('no GPU agent')",
 }
@@ -469,6 +470,7 @@ def packages(tmp_path, monkeypatch: pytest.MonkeyPatch):
     for name, source in BROKEN.items():
         (tmp_path / f"{name}.py").write_text(source)
     (tmp_path / "fine.py").write_text("__version__ = '2.1'")
+    (tmp_path / "vague.py").write_text("__version__ = 'unknown'")
     (tmp_path / "slow.py").write_text("import time; time.sleep(60)")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -484,6 +486,7 @@ def test_a_broken_package_is_a_reason_and_does_no_harm(packages, name: str):
     expected = {
         "broken_import": "libmissing.so",
         "broken_exit": "exit status 3",
+        "broken_quiet_exit": "import fails: done",
         "broken_abort": "signal 6",
         "broken_error": "no GPU agent",
     }
@@ -497,6 +500,9 @@ def test_a_broken_package_is_a_reason_and_does_no_harm(packages, name: str):
 def test_probe_of_working_and_missing_packages(packages, monkeypatch: pytest.MonkeyPatch):
     assert probe("fine", ">=2,<3") is None
     assert probe("fine", ">=3") == "fine 2.1"
+    assert probe("vague", ">=3") == "vague unknown"
+    monkeypatch.setattr("turboquant_rocm.packages.installed_version", lambda name: "main")
+    assert probe("vague", ">=2") == "vague main"
     assert probe("no_such_package_here") == "not installed"
     monkeypatch.setattr("turboquant_rocm.packages.PROBE_SECONDS", 0.5)
     assert "does not return" in (probe("slow", "", isolated=True) or "")
