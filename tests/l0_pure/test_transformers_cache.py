@@ -279,6 +279,23 @@ def test_generate_takes_it_as_past_key_values():
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_speculated_tokens_change_nothing(kind: str, mode: str):
+    """Prompt lookup verifies several tokens at once and crops those that were wrong."""
+    model = build(kind)
+    ids = tokens(1, 5).repeat(1, 3)
+    set_mode(model, mode)
+    want = generated(model, ids, packed(model), new=12).sequences
+    cache = packed(model)
+    cropped: list[int] = []
+    crop = cache.crop
+    cache.crop = lambda count: (cropped.append(count), crop(count))  # type: ignore[method-assign,return-value,func-returns-value]
+    found = generated(model, ids, cache, new=12, prompt_lookup_num_tokens=3).sequences
+    assert torch.equal(found, want)
+    assert min(cropped) < 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_all_layers_native_is_bitwise_equal(kind: str, mode: str):
     model = build(kind)
     ids = tokens(2, 13)
@@ -482,14 +499,26 @@ def test_nothing_falls_back_to_the_reference():
     assert "torch_reference" not in caught.value.refused
 
 
-def test_layers_that_no_backend_serves_stay_native(caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize("mode", MODES)
+def test_layers_that_no_backend_serves_stay_native(mode: str, caplog: pytest.LogCaptureFixture):
+    """Chunked attention is nobody's: those layers keep transformers' cache, and the others are packed."""
     tq._said.clear()
-    config = build("gpt_oss", 64).config
+    config = transformers.Llama4TextConfig(
+        **{**SHAPE, "head_dim": 64, "intermediate_size_mlp": 32, "num_local_experts": 1, "attention_chunk_size": 8,
+           "layer_types": ["chunked_attention", "full_attention"] * 2, "no_rope_layers": [1, 0, 1, 0]},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Llama4ForCausalLM(config).eval()
+    ids = tokens(2, 24)
+    chunks = (9, 1, 5, 1, 1, 7)
+    exact = forced(model, ids, transformers.DynamicCache(config=config), chunks)
+    set_mode(model, mode)
     with caplog.at_level(logging.WARNING):
-        cache = tq.TurboQuantCache(config, target="sm_90", dtype="bf16", protect=0, layout="soa")
-    assert cache.plan.refused == ()
-    with pytest.raises(IneligibleError, match="flydsl_gfx950"):
-        tq.TurboQuantCache(config, backend="flydsl_gfx950", target="gfx950", dtype="bf16", protect=0)
+        cache = packed(model)
+    assert cache.packed_layers == (1, 3)
+    assert re.search(r"layers 0, 2: native \(no backend: .*kind=chunked", caplog.text)
+    found = forced(model, ids, cache, chunks)
+    assert 1e-4 < rel_l2(found, exact) < 0.1
 
 
 def test_the_plan_is_said_once(caplog: pytest.LogCaptureFixture):
