@@ -33,6 +33,7 @@ HEAVY = (
     "turboquant_rocm.layouts.convert",
     "turboquant_rocm.layouts.views",
     "turboquant_rocm.ops",
+    "turboquant_rocm.quantizers",
 )
 """Prefixes of modules that may import a framework when they are imported. Everything else must not."""
 

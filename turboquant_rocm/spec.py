@@ -67,7 +67,8 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
-def _member(field: str, kind: type[Enum], value: object) -> object:
+def checked_member(field: str, kind: type[Enum], value: object) -> Any:
+    """The member of ``kind`` that ``value`` is or is the value of, or a SpecError that lists them."""
     try:
         return kind(value)
     except ValueError:
@@ -194,8 +195,8 @@ class LayerSpec:
     position_bias: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kind", _member("kind", AttentionKind, self.kind))
-        object.__setattr__(self, "dtype", _member("dtype", Dtype, self.dtype))
+        object.__setattr__(self, "kind", checked_member("kind", AttentionKind, self.kind))
+        object.__setattr__(self, "dtype", checked_member("dtype", Dtype, self.dtype))
         checked_int("index", self.index, 0)
         checked_int("num_heads", self.num_heads, 1, MAX_HEADS)
         checked_int("num_kv_heads", self.num_kv_heads, 1, MAX_HEADS)
