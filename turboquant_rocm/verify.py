@@ -2,10 +2,10 @@
 
 The tokens go into a paged cache with a shuffled block table; the last tokens' queries are decoded from it. Four
 things decide the exit code, none of them as an average: the stored fields of every token and head equal the
-reference's; keys and values of every head are read back as by an ideal quantiser, and near the theoretical distortion;
-every row and head of the output agrees with fp64 attention over the dequantised cache; non-finite vectors are counted.
-Attention over the unquantised tensors shows what quantisation costs. Exit codes: 0 within tolerance, 1 outside, 2 bad
-arguments or input, or no torch.
+reference's; keys and values of every head are read back as by an ideal quantiser, itself near the theoretical
+distortion on keys made for it; every row and head of the output agrees with fp64 attention over the dequantised cache;
+non-finite vectors are counted. Attention over the unquantised tensors shows what quantisation costs. Exit codes: 0
+within tolerance, 1 outside, 2 bad arguments or input, or no torch.
 """
 
 from __future__ import annotations

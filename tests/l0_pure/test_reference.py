@@ -296,6 +296,22 @@ def test_hostile_vectors_stay_where_they_are(kind: str, preset: str, layout: str
     assert torch.equal(out[:, :2], clean_out[:, :2]), "the other KV head's queries must not notice"
 
 
+@pytest.mark.parametrize("preset", ["turboquant_4bit_nc", "turboquant_3bit_nc"])
+def test_the_smallest_value_scale(preset: str):
+    """1e-8, which fp16 rounds to 0: for a constant vector; ten codes in a range of 1e-7; all codes in one of 6e-7."""
+    bound = reference(layer_spec(64, 1, 1, "fp32"), preset, "soa", 16)
+    levels = 2**bound.layout.preset.value_bits - 1
+    value = torch.stack([torch.full((64,), 0.5), torch.linspace(0, 6e-7, 64), torch.linspace(0, 1e-7, 64)])[
+        :, None
+    ]
+    fields, _ = bound.ops.encode(value, value)
+    assert read_fp16(fields["value_scale"])[0] == 0
+    codes = unpack(fields["value_data"], bound.layout.preset.value_bits, 64)[:, 0]
+    assert not codes[0].any()
+    assert set(codes[1].tolist()) == set(range(levels + 1))
+    assert codes[2].max() == min(10, levels)
+
+
 @pytest.mark.parametrize("exponent", [40, 55, 57, 60, 63, 100, 120])
 def test_direction_does_not_depend_on_the_scale_of_a_key(exponent: int):
     """bf16 reaches 3e38, whose square is not an fp32 number: codes stay those of the same key at scale 1."""

@@ -15,7 +15,7 @@ import torch
 
 from tests import store_checks
 from tests.repository import ROOT
-from turboquant_rocm import preset_names
+from turboquant_rocm import make_layout, preset_names
 from turboquant_rocm.accuracy import DISTORTION_SLACK, _off_ideal, ideal_keys, ideal_values, load_npz
 from turboquant_rocm.backends import _REGISTRY, get_backend
 from turboquant_rocm.backends._torch import reference as reference_module
@@ -322,6 +322,54 @@ def test_a_codebook_that_fits_nothing_fails(tmp_path: Path, monkeypatch):
     assert code == 1
     assert kinds(rows[0]) == {"distortion"}
     assert rows[0]["off_ideal"] < DISTORTION_SLACK, "only the theoretical distortion can tell"
+
+
+def test_a_rotation_that_does_not_spread_fails(tmp_path: Path, monkeypatch):
+    """Missing in the one place where both read it; Gaussian keys cannot show it, the probe's loud channels do."""
+    from turboquant_rocm import accuracy
+
+    monkeypatch.setattr(accuracy, "rotation", np.eye)
+    monkeypatch.setattr(reference_module, "rotate", no_rotation)
+    code, rows = run(tmp_path, "--synthetic", "--tokens", "64", "--preset", "3bit_nc", "--layout", "soa")
+    assert code == 1
+    assert kinds(rows[0]) == {"distortion"}
+    assert rows[0]["off_ideal"] < DISTORTION_SLACK
+    assert rows[0]["key_nmse"] == pytest.approx(rows[0]["key_nmse_theory"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda x: np.full_like(x, -0.37),
+        lambda x: x * np.float32(1e9),
+        lambda x: x * np.float32(1e-40),
+        lambda x: np.where(np.arange(64) == 3, np.float32(1e5), x),
+    ],
+    ids=["constant", "1e9", "1e-40", "massive channel"],
+)
+def test_input_that_quantises_badly_is_no_fault_of_the_backend(tmp_path: Path, spoil):
+    """Theory says nothing about such keys. The cost shows in the table; the exit code is about the computation."""
+    x = np.random.default_rng(0).standard_normal((40, 2, 64)).astype(np.float32)
+    code, rows = run(tmp_path, "--input", bad_npz(tmp_path, key=spoil(x), query=x, value=spoil(x)))
+    assert [fault for row in rows for fault in row["faults"]] == []
+    assert code == 0
+    assert max(row["key_nmse"] for row in rows) > 0.1, "and the cost is reported"
+
+
+@pytest.mark.parametrize("preset", preset_names())
+@pytest.mark.parametrize("head_size", [1, 2, 20, 28, 64, 80, 96, 112, 128, 192, 256])
+def test_the_probe_meets_the_theory_at_any_head_size(head_size: int, preset: str):
+    """So that the limit neither fails a good quantiser nor has room for a bad one."""
+    from turboquant_rocm.accuracy import FP8_NMSE, GAUSSIAN_MSE, probe_keys
+
+    key = probe_keys(head_size)
+    for name in ("aos", "soa"):
+        layout = make_layout(name, preset, head_size, 1, 16)
+        error = (ideal_keys(key, layout) - key).square().sum() / key.square().sum()
+        ratio = float(error) / (FP8_NMSE if layout.preset.fp8_keys else GAUSSIAN_MSE[layout.preset.key_bits])
+        assert ratio < 1.25
+        if head_size >= 64:
+            assert ratio > 0.8
 
 
 @pytest.mark.parametrize("layout", ["aos", "soa"])
