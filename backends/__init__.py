@@ -28,7 +28,21 @@ if TYPE_CHECKING:
     from ..dispatch import Decision
     from ..layouts import Layout
 
-__all__ = ["Backend", "LayerOps", "backends", "get_backend", "register"]
+__all__ = ["Backend", "CompileError", "LayerOps", "backends", "get_backend", "register"]
+
+
+class CompileError(RuntimeError):
+    """Kernels could not be compiled, or the compiler ended its process. The text is the end of what it printed."""
+
+    @property
+    def reason(self) -> str:
+        """One line: the first line, which says what failed, and the last that names an error."""
+        lines = [line.strip() for line in str(self).splitlines() if line.strip()]
+        told = [line for line in lines[1:] if "error" in line.lower()] or lines[1:]
+        return ": ".join([*lines[:1], *told[-1:]])[:_REASON]
+
+
+_REASON = 400  # characters of a line of a log
 
 
 class LayerOps(Protocol):
@@ -37,7 +51,9 @@ class LayerOps(Protocol):
     The letters of the shapes are fixed in docs/design.md. ``cache`` is the raw uint8 tensor
     [nb, bs, Hk, slot_stride] with the strides of ``layout``. Nothing here may synchronise with the host.
 
-    A class whose kernels compile also has ``warmup``, with the signature of BoundLayer.warmup, which calls it.
+    A class whose kernels compile also has ``warmup``, with the signature of BoundLayer.warmup, which calls it. One
+    whose compiler is not trusted has ``compile()``, which bind calls on the machine's own target: everything that
+    calls with the layer's own dtype need, or CompileError.
     """
 
     def __init__(self, decision: Decision, layout: Layout, **options: Any) -> None: ...

@@ -29,6 +29,7 @@ __all__ = [
     "Policy",
     "all_refusals",
     "decide",
+    "fall_back",
     "log_decision",
     "resolve",
 ]
@@ -188,7 +189,10 @@ class IneligibleError(SpecError):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The answer for one layer. ``refused`` holds, for every faster backend, all of its reasons."""
+    """The answer for one layer. ``refused`` holds, for every faster backend, all of its reasons.
+
+    policy, environment: what it was decided under, for :func:`fall_back`. policy None: made by hand, so it is an order.
+    """
 
     layer: LayerSpec
     target: Target
@@ -199,6 +203,8 @@ class Decision:
     refused: Mapping[str, tuple[Refusal, ...]] = field(
         default_factory=lambda: MappingProxyType({}), hash=False
     )
+    policy: Policy | None = field(default=None, compare=False, repr=False)
+    environment: Environment = field(default_factory=Environment, compare=False, repr=False)
 
     @property
     def planned(self) -> str | None:
@@ -237,10 +243,13 @@ def _built_for(backend: Backend, request: Request, policy: Policy) -> bool:
     return all(r.check(request) is None for r in backend.requires if r.code is Code.ARCH)
 
 
-def all_refusals(request: Request, policy: Policy) -> dict[str, tuple[Refusal, ...]]:
+def all_refusals(
+    request: Request, policy: Policy, failures: Mapping[str, Refusal] = MappingProxyType({})
+) -> dict[str, tuple[Refusal, ...]]:
     """For every backend that can be asked, in order of priority, its complete list of reasons.
 
-    With a forced backend the faster ones are asked too: their refusals begin with the policy.
+    With a forced backend the faster ones are asked too: their refusals begin with the policy. failures: what was
+    found out about backends by trying them.
     """
     candidates = tuple(b for b in backends() if b.automatic)
     if policy.force is not None:
@@ -252,14 +261,18 @@ def all_refusals(request: Request, policy: Policy) -> dict[str, tuple[Refusal, .
         why = [*backend.refusals(request), *_policy_refusals(backend, policy, first)]
         if not (backend.ready or policy.planned):
             why.append(Refusal(Code.KERNELS, "planned", "kernels in this version"))
+        if backend.name in failures:
+            why.append(failures[backend.name])
         found[backend.name] = tuple(why)
     return found
 
 
-def resolve(request: Request, policy: Policy) -> Decision:
-    """:func:`decide` for a ready-made request, without a log line."""
+def resolve(
+    request: Request, policy: Policy, failures: Mapping[str, Refusal] = MappingProxyType({})
+) -> Decision:
+    """:func:`decide` for a ready-made request, without a log line. failures: as in :func:`all_refusals`."""
     refused: dict[str, tuple[Refusal, ...]] = {}
-    for name, why in all_refusals(request, policy).items():
+    for name, why in all_refusals(request, policy, failures).items():
         if not why:
             backend = get_backend(name)
             layout = (policy.layout or "soa") if backend.layout == "any" else backend.layout
@@ -271,6 +284,8 @@ def resolve(request: Request, policy: Policy) -> Decision:
                 name,
                 layout,
                 MappingProxyType(refused),
+                policy,
+                request.environment,
             )
         refused[name] = why
     raise IneligibleError(request, refused, policy.force or "no backend")
@@ -297,17 +312,39 @@ def decide(
     checked_type("layer", layer, LayerSpec)
     check_question(target, policy, environment)
     request = Request(layer, target, get_preset(preset), block_size, environment)
+    return _answer(request, policy, {})
+
+
+def fall_back(decision: Decision, failures: Mapping[str, Refusal]) -> Decision:
+    """The decision for the same question now that ``failures`` are known: by backend, what trying it has shown.
+
+    Logged like any other answer, so once for all layers of a kind. IneligibleError if the policy allows nothing else,
+    or if ``decision`` was made by hand.
+    """
+    request = Request(
+        decision.layer, decision.target, decision.preset, decision.block_size, decision.environment
+    )
+    if decision.policy is None:
+        refused = {name: (why,) for name, why in failures.items()}
+        raise IneligibleError(request, refused, decision.backend)
+    return _answer(request, decision.policy, failures)
+
+
+def _answer(request: Request, policy: Policy, failures: Mapping[str, Refusal]) -> Decision:
+    """:func:`resolve`, with its log line."""
+    layer = request.layer
     question = (
         replace(layer, index=0, notes=(), kv_shared_with=None),
-        target,
-        target.local,
+        request.target,
+        request.target.local,
         request.preset,
-        block_size,
+        request.block_size,
         policy,
+        frozenset(failures),
     )
     who = f"layer {layer.index}"
     try:
-        decision = resolve(request, policy)
+        decision = resolve(request, policy, failures)
     except IneligibleError as error:
         log_decision(question, who, error)
         raise

@@ -12,21 +12,25 @@ checks are made. Letters of the shapes: docs/design.md.
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 import torch
 
-from .backends import LayerOps, get_backend
-from .dispatch import Decision
-from .eligibility import Code, Request, refusals
+from .backends import CompileError, LayerOps, get_backend
+from .dispatch import Decision, fall_back
+from .eligibility import Code, Refusal, Request, refusals
 from .layouts import CacheTag, Layout, make_layout
 from .layouts.views import allocate, check_cache, checked_device
 from .spec import SpecError, checked_int, is_number
 
 __all__ = ["BoundLayer", "Checks", "Dequantized", "PagedCache", "bind"]
+
+logger = logging.getLogger(__name__)
 
 Checks = Literal["full", "shapes", "off"]
 """``full``: shapes, dtypes, tags and the values of index tensors, which reads them on the host. ``shapes``: all
@@ -441,11 +445,40 @@ def bind(
 
     checks: see :data:`Checks`. slot_stride, block_stride: bytes, where the server pads (default: no padding).
     options: the backend's own (torch_reference: ``math_dtype``).
+
+    On this machine's own target, a backend whose compiler is not trusted compiles here, before there is a cache. If it
+    fails, the next backend that the decision's policy allows is bound, with the compiler's text among the refusals of
+    ``BoundLayer.decision`` and in the log. IneligibleError if the policy allows none, or if the decision was made by
+    hand.
     """
     if checks not in get_args(Checks):
         raise SpecError("checks", checks, "one of " + ", ".join(get_args(Checks)))
     if not isinstance(decision, Decision):
         raise SpecError("decision", type(decision).__name__, "a Decision, from decide()")
+    failures: dict[str, Refusal] = {}
+    while True:
+        bound = _bound(decision, checks, slot_stride, block_stride, options)
+        compile_all = getattr(bound.ops, "compile", None)
+        if compile_all is None or not decision.target.local:
+            return bound
+        try:
+            compile_all()
+        except CompileError as error:
+            logger.info("%s does not compile: %s", decision.backend, error)
+            failures[decision.backend] = Refusal(Code.COMPILE, error.reason, "kernels that compile")
+            decision = fall_back(decision, failures)
+        else:
+            return bound
+
+
+def _bound(
+    decision: Decision,
+    checks: Checks,
+    slot_stride: int | None,
+    block_stride: int | None,
+    options: Mapping[str, Any],
+) -> BoundLayer:
+    """The layer as decided, with nothing compiled."""
     layer = decision.layer
     backend = get_backend(decision.backend)
     if backend.layout not in ("any", decision.layout):

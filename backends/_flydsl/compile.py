@@ -22,7 +22,7 @@ HINTS: dict[str, dict[str, Any]] = {
 }
 
 _MAKERS: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "decode": (make_decode, (0,) * 7 + (1,) * 5),
+    "decode": (make_decode, (0,) * 8 + (1,) * 8),
     "prepare": (make_prepare, (0,) * 2 + (1,) * 3 + (1.0,)),
     "reduce": (make_reduce, (0,) * 5 + (1,) * 6),
 }

@@ -19,7 +19,8 @@ class DecodeConfig:
 
     arch: gfx942 or gfx950. gqa: query heads per KV head. num_kv_heads, block_size, block_stride and the places come
     from the layout. multi: more than one query token per sequence may come. window, soft_cap: the layer's own.
-    waves: waves per workgroup.
+    waves: waves per workgroup. direct: dtype of the output where the only split writes it and lse itself, bf16, fp16 or
+    fp32; None: partial results. sinks: a logit per head joins the denominator (``direct`` only: else the reduction's).
     """
 
     arch: str
@@ -40,6 +41,8 @@ class DecodeConfig:
     window: int | None = None
     soft_cap: float | None = None
     waves: int = 4
+    direct: str | None = None
+    sinks: bool = False
 
     @classmethod
     def of(
@@ -52,6 +55,8 @@ class DecodeConfig:
         window: int | None = None,
         soft_cap: float | None = None,
         waves: int = 4,
+        direct: str | None = None,
+        sinks: bool = False,
     ) -> DecodeConfig:
         """The specialisation for caches of ``layout``."""
         n = layout.integers()
@@ -77,6 +82,8 @@ class DecodeConfig:
             window=window,
             soft_cap=soft_cap,
             waves=waves,
+            direct=direct,
+            sinks=sinks,
         )
 
     @property

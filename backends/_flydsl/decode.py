@@ -9,6 +9,7 @@ tile has just finished with. Waves of a workgroup take tiles in turn and merge o
 Budget: 165 wave instructions per 16 tokens on gfx950. Reasons and counts: docs/flydsl_decode.md.
 """
 
+import math
 from typing import Any
 
 import flydsl.compiler as flyc
@@ -19,6 +20,7 @@ from flydsl.expr.typing import T
 from . import emit as e
 from .config import COLUMNS, DIM, TILE, DecodeConfig
 from .emit import F16, F32, I32
+from .prepare import DTYPES
 from .tables import key_tables
 
 LOW_NIBBLES = 0x0F0F0F0F
@@ -29,6 +31,7 @@ HEADROOM = 4.0  # log2: the largest p' is 2**-HEADROOM when the reference is set
 START = -(2.0**100)  # reference before the first tile
 TINY = 2.0**-24  # smallest fp16 above zero
 NEG_INF = float("-inf")
+LOG2E = math.log2(math.e)
 NOWHERE = -4096  # an offset out of every bound, small distances added to it too
 
 MERGE_PITCH = 36  # floats per column in the merge buffer: 32 dims and a pad that spreads the banks
@@ -243,8 +246,10 @@ def make_decode(cfg: DecodeConfig) -> Any:
 
     Arguments: addresses (int64) of the prepared query [N, Hq, 2, 128] int8 and its meta [N, Hq, 2] (fp32 scale and
     centre), cache, block table [B, M] int32, seq_lens [B] int32, query_start_loc [B + 1] int32 (read if ``multi``),
-    partial outputs [N, Hq, S, 128] fp32 and partial log2-sum-exps [N, Hq, S] fp32; then int32 M, S, B, N and groups of
-    columns per sequence; then the stream. An empty split writes -inf as its sum and leaves its output as it is.
+    partial outputs [N, Hq, S, 128] fp32, partial log2-sum-exps [N, Hq, S] fp32 and sinks [Hq] fp32 (read if ``sinks``);
+    then int32 M, S, B, N and groups of columns per sequence, and in elements the row and head strides of the output and
+    the row stride of lse; then the stream. An empty split writes -inf as its sum. With ``direct`` there is one split,
+    and the output [N, Hq, 128] and lse [N, Hq] fp32 (0: not wanted) stand in place of the partial ones.
     """
     tables_py = key_tables().words()
     waves, gqa, hk = cfg.waves, cfg.gqa, cfg.num_kv_heads
@@ -266,11 +271,15 @@ def make_decode(cfg: DecodeConfig) -> Any:
         starts_at: fx.Int64,
         out_at: fx.Int64,
         sums_at: fx.Int64,
+        sinks_at: fx.Int64,
         width: fx.Int32,
         splits: fx.Int32,
         batch: fx.Int32,
         rows: fx.Int32,
         groups: fx.Int32,
+        row_stride: fx.Int32,
+        head_stride: fx.Int32,
+        lse_stride: fx.Int32,
     ):
         thread = I32(gpu.thread_idx.x)
         lane = thread & I32(63)
@@ -291,6 +300,10 @@ def make_decode(cfg: DecodeConfig) -> Any:
             q_len = e.scalar_load(starts, sequence * I32(4) + I32(4)) - first_row
         first_token = group * I32(per_group)  # query tokens of this workgroup: first_token ...
         tokens = fx.arith.max(fx.arith.min(q_len - first_token, I32(per_group)), I32(0))
+        if cfg.multi:
+            tokens = e.uniform(
+                tokens
+            )  # a clamp is a vector instruction: it would occupy a register in the loop
         token = c // I32(gqa) if cfg.multi else I32(0)
         valid = c < tokens * I32(gqa)
         row = (first_row + first_token + token) * I32(hq) + head * I32(gqa) + (c - token * I32(gqa))
@@ -389,26 +402,61 @@ def make_decode(cfg: DecodeConfig) -> Any:
         place = wave * I32(COLUMNS) + c
         (lds_sums + place * I32(2)).store(e.vec([reference, total_sum], F32))
         gpu.barrier()
-        top, whole, factor = _merge_sums(waves, lds_sums, c, reference)
-
-        first_out = (first_row + first_token) * I32(hq) + head * I32(gqa)
-        part = e.descriptor(
-            out_at + fx.Int64(first_out) * fx.Int64(splits) * fx.Int64(4 * DIM),
-            I32(per_group * hq * 4 * DIM) * splits,
-        )
-        sums = e.descriptor(
-            sums_at + fx.Int64(first_out) * fx.Int64(splits) * fx.Int64(4), I32(per_group * hq * 4) * splits
-        )
-        lse = e.select(whole > F32(0.0), top + e.log2(whole), F32(NEG_INF))
-        writes = (c < tokens * I32(gqa)) & (thread < I32(COLUMNS))
-        at = (_out_row(cfg, c) * splits + split) * I32(4)
-        e.store(sums, e.select(writes, at, I32(-1)), e.vec([lse], F32))
+        top, whole = _merge_sums(waves, lds_sums, c)
+        mine = e.hidden(c)  # else what follows from it is computed early and occupies registers in the loop
+        writes = (mine < tokens * I32(gqa)) & (thread < I32(COLUMNS))
+        if fx.const_expr(cfg.direct is None):
+            first_out = (first_row + first_token) * I32(hq) + head * I32(gqa)
+            part = e.descriptor(
+                out_at + fx.Int64(first_out) * fx.Int64(splits) * fx.Int64(4 * DIM),
+                I32(per_group * hq * 4 * DIM) * splits,
+            )
+            sums = e.descriptor(
+                sums_at + fx.Int64(first_out) * fx.Int64(splits) * fx.Int64(4),
+                I32(per_group * hq * 4) * splits,
+            )
+            lse = e.select(whole > F32(0.0), top + e.log2(whole), F32(NEG_INF))
+            at = (_out_row(cfg, mine) * splits + split) * I32(4)
+            e.store(sums, e.select(writes, at, I32(-1)), e.vec([lse], F32))
+            steps = (splits * I32(hq * 4 * DIM), splits * I32(4 * DIM), split * I32(4 * DIM))
+            dtype = F32
+        else:
+            dtype = DTYPES[cfg.direct]
+            size = dtype.width // 8
+            seen = whole > F32(0.0)
+            its_token = mine // I32(gqa) if cfg.multi else I32(0)
+            its_head = mine - its_token * I32(gqa)
+            if fx.const_expr(cfg.sinks):
+                logits_at = e.descriptor(sinks_at, I32(4 * hq))
+                sink = e.load(logits_at, (head * I32(gqa) + its_head) * I32(4), 1).bitcast(F32)[0] * F32(
+                    LOG2E
+                )
+                joint = fx.arith.maxnumf(top, sink)
+                whole = whole * e.exp2(top - joint) + e.exp2(sink - joint)
+                top = joint
+            start_row = first_row + first_token
+            lse = e.select(seen, (top + e.log2(whole)) * F32(1.0 / LOG2E), F32(NEG_INF))
+            sums = e.descriptor(
+                sums_at
+                + (fx.Int64(start_row) * fx.Int64(lse_stride) + fx.Int64(head * I32(gqa))) * fx.Int64(4),
+                e.select(sums_at == fx.Int64(0), I32(0), I32(0x7FFFFFFF)),
+            )
+            at = (its_token * lse_stride + its_head) * I32(4)
+            e.store(sums, e.select(writes, at, I32(-1)), e.vec([lse], F32))
+            start = fx.Int64(start_row) * fx.Int64(row_stride) + fx.Int64(head * I32(gqa)) * fx.Int64(
+                head_stride
+            )
+            last = (tokens - I32(1)) * row_stride + I32(gqa - 1) * head_stride + I32(DIM)
+            part = e.descriptor(out_at + start * fx.Int64(size), fx.arith.max(last, I32(0)) * I32(size))
+            steps = (row_stride * I32(size), head_stride * I32(size), I32(0))
+            whole = e.select(seen, whole, F32(0.0))
+        factor = e.select(whole > F32(0.0), e.exp2(reference - top) * e.rcp(whole), F32(0.0))
         for quarter in fx.range_constexpr(4):
             if fx.const_expr(quarter > 0):
                 gpu.barrier()
             _write_rows(rows_at, place, g, _results(acc, shift, factor, quarter))
             gpu.barrier()
-            _emit_rows(cfg, rows_at, thread, tokens, part, splits, split, quarter)
+            _emit_rows(cfg, rows_at, thread, tokens, part, steps, dtype, quarter)
 
     @flyc.jit
     def launch(
@@ -420,23 +468,27 @@ def make_decode(cfg: DecodeConfig) -> Any:
         starts_at: fx.Int64,
         out_at: fx.Int64,
         sums_at: fx.Int64,
+        sinks_at: fx.Int64,
         width: fx.Int32,
         splits: fx.Int32,
         batch: fx.Int32,
         rows: fx.Int32,
         groups: fx.Int32,
+        row_stride: fx.Int32,
+        head_stride: fx.Int32,
+        lse_stride: fx.Int32,
         stream: fx.Stream = fx.Stream(None),
     ):
         decode(
-            q8_at, meta_at, cache_at, table_at, lens_at, starts_at, out_at, sums_at,
-            width, splits, batch, rows, groups,
+            q8_at, meta_at, cache_at, table_at, lens_at, starts_at, out_at, sums_at, sinks_at,
+            width, splits, batch, rows, groups, row_stride, head_stride, lse_stride,
         ).launch(grid=(splits, hk, batch * groups), block=(64 * waves, 1, 1), stream=stream)  # fmt: skip
 
     return launch
 
 
-def _merge_sums(waves: int, sums: Any, c: Any, reference: Any) -> tuple[Any, Any, Any]:
-    """Over the waves of column c: the largest reference, the whole sum at it, and this wave's share of the output."""
+def _merge_sums(waves: int, sums: Any, c: Any) -> tuple[Any, Any]:
+    """Over the waves of column c: the largest reference, and the whole sum at it."""
     parts = [(sums + (I32(w * COLUMNS) + c) * I32(2)).load(T.f32x2) for w in range(waves)]
     parts = [fx.Vector(p, (2,), F32) for p in parts]
     top = parts[0][0]
@@ -445,8 +497,7 @@ def _merge_sums(waves: int, sums: Any, c: Any, reference: Any) -> tuple[Any, Any
     whole = F32(0.0)
     for p in parts:
         whole = whole + e.exp2(p[0] - top) * p[1]
-    factor = e.select(whole > F32(0.0), e.exp2(reference - top) * e.rcp(whole), F32(0.0))
-    return top, whole, factor
+    return top, whole
 
 
 def _results(acc: list, shift: Any, factor: Any, quarter: int) -> list:
@@ -472,9 +523,14 @@ def _out_row(cfg: DecodeConfig, column: Any) -> Any:
 
 
 def _emit_rows(
-    cfg: DecodeConfig, rows: Any, thread: Any, tokens: Any, part: Any, splits: Any, split: Any, quarter: int
+    cfg: DecodeConfig, rows: Any, thread: Any, tokens: Any, part: Any, steps: tuple, dtype: Any, quarter: int
 ) -> None:
-    """Sum the waves' shares, four dims per thread, and store them."""
+    """Sum the waves' shares, four dims per thread, and store them as ``dtype``.
+
+    steps: bytes from one query token to the next, from one head to the next, and to the first.
+    """
+    per_token, per_head, first = steps
+    size = dtype.width // 8
     for start in range(0, 8 * COLUMNS, 64 * cfg.waves):
         unit = thread + I32(start)
         column, quad = e.shr(unit, 3) & I32(COLUMNS - 1), unit & I32(7)
@@ -484,6 +540,9 @@ def _emit_rows(
             share = fx.Vector((rows + at).load(T.f32x4), (4,), F32)
             total = share if total is None else total + share
         dim = e.shr(quad, 1) * I32(32) + (quad & I32(1)) * I32(4) + I32(8 * quarter)
-        at = (_out_row(cfg, column) * splits + split) * I32(4 * DIM) + dim * I32(4)
+        token = column // I32(cfg.gqa) if cfg.multi else I32(0)
+        head = column - token * I32(cfg.gqa)
+        at = token * per_token + head * per_head + first + dim * I32(size)
         mine = (column < tokens * I32(cfg.gqa)) & (unit < I32(8 * COLUMNS))
-        e.store(part, e.select(mine, at, I32(-1)), total)
+        result = total if dtype is F32 else e.vec([total[i].to(dtype) for i in range(4)], dtype)
+        e.store(part, e.select(mine, at, I32(-1)), result)

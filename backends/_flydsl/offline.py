@@ -7,21 +7,28 @@ process of its own. Where no ``ld.lld`` of a ROCm installation is found, Triton'
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...packages import installed_version
+from .. import CompileError
 from . import config as configs
 
-__all__ = ["CompileError", "Compiled", "compile_ahead", "compile_offline"]
+__all__ = ["Compiled", "compile_ahead", "compile_offline"]
 
 TIMEOUT = 300.0
+
+Job = tuple[str, Any]
+"""A kind of kernel (decode, prepare, reduce) and its specialisation."""
 
 _LINKER = """#!{python}
 import sys
@@ -31,10 +38,6 @@ out = args[args.index("-o") + 1]
 objects = [a for a in args if a != out and (a.endswith(".o") or a.startswith("/"))]
 libtriton.amd.link_hsaco(objects[0], out)
 """
-
-
-class CompileError(RuntimeError):
-    """A compilation failed or ended its process. The text is the end of what it printed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +83,13 @@ def toolchain(folder: Path) -> str:
     return str(folder)
 
 
-def _run(kind: str, config: Any, target: str, env: dict[str, str]) -> None:
+def _run(jobs: Sequence[Job], target: str, env: dict[str, str]) -> None:
     """Compile in another process; CompileError with the end of what it printed."""
-    request = {"kind": kind, "type": type(config).__name__, "config": dataclasses.asdict(config)}
+    request = [
+        {"kind": kind, "type": type(config).__name__, "config": dataclasses.asdict(config)}
+        for kind, config in jobs
+    ]
+    what = f"{', '.join(dict(jobs))} for {jobs[0][1].arch}"
     path = os.pathsep.join([_root(), *filter(None, [os.environ.get("PYTHONPATH")])])
     try:
         run = subprocess.run(
@@ -95,15 +102,54 @@ def _run(kind: str, config: Any, target: str, env: dict[str, str]) -> None:
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise CompileError(f"{kind} for {config.arch}: no end within {TIMEOUT:.0f} s") from error
+        raise CompileError(f"{what}: no end within {TIMEOUT:.0f} s") from error
+    except OSError as error:
+        raise CompileError(f"{what}: the compiler cannot be started: {error}") from error
     if run.returncode != 0:
+        ended = (
+            f"exit status {run.returncode}" if run.returncode > 0 else f"ended by signal {-run.returncode}"
+        )
         tail = "\n".join((run.stdout + run.stderr).strip().splitlines()[-15:])
-        raise CompileError(f"{kind} for {config.arch}: exit status {run.returncode}\n{tail}")
+        raise CompileError(f"{what}: {ended}\n{tail}")
 
 
-def compile_ahead(kind: str, config: Any) -> None:
-    """Compile into FlyDSL's disk cache, so that a compiler that aborts does not take this process with it."""
-    _run(kind, config, "", {})
+def compile_ahead(jobs: Sequence[Job]) -> None:
+    """Compile into FlyDSL's disk cache, so that a compiler that aborts does not take this process with it.
+
+    What an earlier process has put there is not tried again: a file beside the cache says so for each kernel. One
+    process compiles all that is left; CompileError if it does not succeed.
+    """
+    folder = _records()
+    records = {job: folder / _record(*job) for job in jobs} if folder else {}
+    missing = [job for job in jobs if job not in records or not records[job].exists()]
+    if not missing:
+        return
+    _run(missing, "", {})
+    for job in missing:
+        if job in records:
+            records[job].parent.mkdir(parents=True, exist_ok=True)
+            records[job].touch()
+
+
+def _records() -> Path | None:
+    """Where successes are noted: inside FlyDSL's cache, so that whoever deletes it deletes them too. None: no cache."""
+    if os.environ.get("FLYDSL_RUNTIME_ENABLE_CACHE", "1").lower() not in ("1", "true", "yes", "on"):
+        return None
+    cache = os.environ.get("FLYDSL_RUNTIME_CACHE_DIR") or str(Path.home() / ".flydsl" / "cache")
+    return Path(cache) / "turboquant_rocm"
+
+
+def _record(kind: str, config: Any) -> str:
+    """A name for everything that the outcome of a compilation depends on."""
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    settings = sorted(
+        (name, value) for name, value in os.environ.items() if name.startswith(("FLYDSL_", "ROCM_"))
+    )
+    versions = (sys.version, installed_version("flydsl"))
+    digest.update(repr((kind, config, settings, versions)).encode())
+    return digest.hexdigest()
 
 
 def compile_offline(kind: str, config: Any, arch: str) -> Compiled:
@@ -117,7 +163,7 @@ def compile_offline(kind: str, config: Any, arch: str) -> Compiled:
             "FLYDSL_DUMP_DIR": str(folder / "dump"),
             "ROCM_PATH": toolchain(folder / "rocm"),
         }
-        _run(kind, config, str(folder / "out.hsaco"), env)
+        _run([(kind, config)], str(folder / "out.hsaco"), env)
         listings = sorted(folder.glob("dump/**/*final_isa*.s"))
         if not listings:
             raise CompileError(f"{kind} for {arch}: no assembly was dumped")
@@ -150,10 +196,12 @@ def _main() -> None:
     request, target = json.loads(sys.argv[1]), sys.argv[2]
     from .compile import build
 
-    config = getattr(configs, request["type"])(**request["config"])
-    text = build(request["kind"], config, artifact=True)
-    if target:
-        Path(target).write_bytes(_code_object(text))
+    for job in request:
+        print(f"compiling {job['kind']}: {job['config']}", file=sys.stderr, flush=True)
+        config = getattr(configs, job["type"])(**job["config"])
+        text = build(job["kind"], config, artifact=True)
+        if target:
+            Path(target).write_bytes(_code_object(text))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""FlyDSL operations of one layer: three launches per decode call, with addresses and integers only.
+"""FlyDSL operations of one layer: two or three launches per decode call, with addresses and integers only.
 
 Store and dequantise are the Triton kernels over the same bytes. A call with a shape seen before does no more than look
 up its plan and pass pointers: nothing is allocated, traced or compiled.
@@ -20,6 +20,7 @@ from .._triton.dequantize import Dequantize
 from .._triton.store import Store
 from .._triton.workspace import Workspace, default_workspace
 from .config import DIM, TILE, DecodeConfig, RowConfig
+from .offline import Job
 from .runtime import Runtime, device_runtime
 
 __all__ = ["MAX_SPLITS", "FlydslOps"]
@@ -37,11 +38,11 @@ _QUERY_WORDS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything about one shape of call."""
+    """Everything about one shape of call. reduce: None where the only split writes the result itself."""
 
     prepare: Callable[..., Any]
     decode: Callable[..., Any]
-    reduce: Callable[..., Any]
+    reduce: Callable[..., Any] | None
     splits: int
     groups: int
 
@@ -124,15 +125,20 @@ class FlydslOps:
         if self.layer.soft_cap is not None:
             factor *= 2.0 / self.layer.soft_cap  # tanh(x) is taken as a function of exp2(2 x log2 e)
         plan.prepare(query.data_ptr(), q8, meta, query.stride(0), query.stride(1), rows, factor, stream)
+        sinks_at = 0 if sinks is None else sinks.data_ptr()
+        lse_at, lse_stride = (0, 0) if lse is None else (lse.data_ptr(), lse.stride(0))
+        out_at, row_stride, head_stride = out.data_ptr(), out.stride(0), out.stride(1)
+        alone = plan.reduce is None
         plan.decode(
-            q8, meta, cache.data_ptr(), block_table.data_ptr(), seq_lens.data_ptr(), starts, part.data_ptr(),
-            sums.data_ptr(), block_table.stride(0), plan.splits, batch, rows, plan.groups, stream,
+            q8, meta, cache.data_ptr(), block_table.data_ptr(), seq_lens.data_ptr(), starts,
+            out_at if alone else part.data_ptr(), lse_at if alone else sums.data_ptr(), sinks_at,
+            block_table.stride(0), plan.splits, batch, rows, plan.groups, row_stride, head_stride, lse_stride, stream,
         )  # fmt: skip
-        plan.reduce(
-            part.data_ptr(), sums.data_ptr(), starts, 0 if sinks is None else sinks.data_ptr(), out.data_ptr(),
-            0 if lse is None else lse.data_ptr(), plan.splits, rows, batch, out.stride(0), out.stride(1),
-            0 if lse is None else lse.stride(0), stream,
-        )  # fmt: skip
+        if plan.reduce is not None:
+            plan.reduce(
+                part.data_ptr(), sums.data_ptr(), starts, sinks_at, out_at, lse_at, plan.splits, rows, batch,
+                row_stride, head_stride, lse_stride, stream,
+            )  # fmt: skip
 
     def _make_plan(
         self,
@@ -155,23 +161,41 @@ class FlydslOps:
         groups, splits = self._shape(
             batch, blocks * self.layout.block_size, max_query_len, multi, query.device
         )
-        handles = self._handles(multi, _DTYPES[query.dtype], _DTYPES[out.dtype], lse is not None)
-        return Plan(*handles, splits, groups)
+        jobs = self._jobs(multi, _DTYPES[query.dtype], _DTYPES[out.dtype], lse is not None, splits)
+        self.runtime.compile(jobs)
+        handles = [self.runtime.handle(*job) for job in jobs]
+        return Plan(handles[0], handles[1], handles[2] if splits > 1 else None, splits, groups)
 
-    def _config(self, multi: bool) -> DecodeConfig:
+    def _config(self, multi: bool, direct: str | None = None) -> DecodeConfig:
         layer = self.layer
         return DecodeConfig.of(
-            self.arch, self.layout, layer.gqa_ratio, multi=multi, window=layer.window, soft_cap=layer.soft_cap
-        )
+            self.arch, self.layout, layer.gqa_ratio, multi=multi, window=layer.window, soft_cap=layer.soft_cap,
+            direct=direct, sinks=direct is not None and layer.sinks,
+        )  # fmt: skip
 
-    def _handles(self, multi: bool, query: str, out: str, lse: bool) -> tuple[Any, Any, Any]:
-        """The compiled launchers of a kind of call."""
-        heads, handle = self.layer.num_heads, self.runtime.handle
-        return (
-            handle("prepare", RowConfig(self.arch, heads, query)),
-            handle("decode", self._config(multi)),
-            handle("reduce", RowConfig(self.arch, heads, out, multi=multi, sinks=self.layer.sinks, lse=lse)),
+    def _jobs(self, multi: bool, query: str, out: str, lse: bool, splits: int) -> list[Job]:
+        """The kernels of a kind of call, in the order in which it launches them."""
+        heads = self.layer.num_heads
+        prepare = ("prepare", RowConfig(self.arch, heads, query))
+        if splits == 1:
+            return [prepare, ("decode", self._config(multi, out))]
+        reduce = RowConfig(self.arch, heads, out, multi=multi, sinks=self.layer.sinks, lse=lse)
+        return [prepare, ("decode", self._config(multi)), ("reduce", reduce)]
+
+    def _all_jobs(self, dtype: str, lse: bool | None = None) -> list[Job]:
+        """The kernels of every call whose queries and outputs are of ``dtype``. lse: as in :meth:`warmup`."""
+        jobs = (
+            job
+            for splits in ((1, MAX_SPLITS) if self.fixed_splits is None else (self.fixed_splits,))
+            for multi in (False, True)
+            for write in ((False, True) if lse is None else (lse,))
+            for job in self._jobs(multi, dtype, dtype, write, splits)
         )
+        return list(dict.fromkeys(jobs))
+
+    def compile(self) -> None:
+        """Compile what calls with the layer's own dtype need; CompileError with the text if one cannot be had."""
+        self.runtime.compile(self._all_jobs(str(self.layer.dtype)))
 
     def _shape(
         self, batch: int, context: int, max_query_len: int, multi: bool, device: torch.device
@@ -202,12 +226,8 @@ class FlydslOps:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         name = str(self.layer.dtype) if dtype is None else _DTYPES[dtype]
-        made = {
-            handle
-            for multi in (False, True)
-            for write in ((False, True) if lse is None else (lse,))
-            for handle in self._handles(multi, name, name, write)
-        }
+        jobs = self._all_jobs(name, lse)
+        self.runtime.compile(jobs)
         space = workspace or default_workspace(device)
         nbytes = 0
         for batch in range(1, max_batch + 1):
@@ -216,7 +236,7 @@ class FlydslOps:
                 rows = batch * length * self.layer.num_heads
                 nbytes = max(nbytes, space.needed(rows, _QUERY_WORDS, splits, DIM))
         space.reserve(nbytes)
-        return len(made)
+        return len(jobs)
 
     def _splits(self, sequences: int, context: int, compute_units: int) -> int:
         """Enough workgroups to fill the device, and none with fewer than MIN_TOKENS tokens."""

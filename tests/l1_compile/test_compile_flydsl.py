@@ -32,6 +32,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "many-heads": {"num_kv_heads": 16},
     "window": {"window": 1024},
     "soft-cap": {"soft_cap": 30.0},
+    "direct": {"direct": "bf16"},
+    "direct-multi-sinks": {"direct": "fp16", "multi": True, "sinks": True},
     "multi": {"multi": True},
     "multi-gqa-4-window": {"multi": True, "gqa": 4, "window": 128},
 }

@@ -166,7 +166,8 @@ def simulate_decode(
     ]  # fmt: skip
 
     def arguments(at: dict[int, int]) -> bytes:
-        return struct.pack("<8Q5i", *(at[i] for i in range(8)), case.table.shape[1], splits, batch, n, groups)
+        places = [*(at[i] for i in range(8)), 0]
+        return struct.pack("<9Q8i", *places, case.table.shape[1], splits, batch, n, groups, 0, 0, 0)
 
     simulator = Simulator(code.hsaco, check=check)
     result = simulator.launch(
@@ -202,7 +203,7 @@ class SimulatedRuntime:
     memory: tensors that kernels may touch, by name; an address argument is found among them.
     """
 
-    ARGUMENTS = {"prepare": (3, "3if"), "decode": (8, "5i"), "reduce": (6, "6i")}  # noqa: RUF012
+    ARGUMENTS = {"prepare": (3, "3if"), "decode": (9, "8i"), "reduce": (6, "6i")}  # noqa: RUF012
 
     def __init__(self, arch: str, units: int = 1, check: Any = "all") -> None:
         self.arch, self.units, self.check = arch, units, check
@@ -235,6 +236,9 @@ class SimulatedRuntime:
     def compute_units(self, device: torch.device) -> int:
         return self.units
 
+    def compile(self, jobs: Any) -> None:
+        """Nothing: ``handle`` compiles."""
+
     def handle(self, kind: str, config: Any) -> Any:
         if (kind, config) not in self._handles:
             self._handles[kind, config] = self._handle(kind, config)
@@ -259,7 +263,7 @@ class SimulatedRuntime:
             return struct.pack(f"<{pointers}Q{rest}", *found, *args[pointers:])
 
         if kind == "decode":
-            _, splits, batch, rows, groups = args[8:]
+            _, splits, batch, rows, groups = args[9:14]
             grid, block = (splits, config.num_kv_heads, batch * groups), (64 * config.waves,)
         else:
             rows = args[5] if kind == "prepare" else args[7]
@@ -271,9 +275,12 @@ class SimulatedRuntime:
 
 def run_ops(
     case: Case, arch: str, *, splits: int | None = None, units: int = 1, sinks: torch.Tensor | None = None,
-    padding: int = 0, check: Any = "all",
+    padding: int = 0, check: Any = "all", spread: bool = False, want_lse: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, SimulatedRuntime]:  # fmt: skip
-    """The backend's own decode over the simulator. padding: rows behind the last one, which must stay as they are."""
+    """The backend's own decode over the simulator. padding: rows behind the last one, which must stay as they are.
+
+    spread: outputs are views with gaps, which must stay too. want_lse: else lse stays at -77.
+    """
     from turboquant_rocm.backends._flydsl.ops import FlydslOps
     from turboquant_rocm.backends._triton.workspace import Workspace
 
@@ -288,8 +295,11 @@ def run_ops(
     )
     ops = FlydslOps(decision, case.layout, splits=splits, runtime=runtime)
     query = torch.cat([case.query, torch.zeros((padding, *case.query.shape[1:]), dtype=case.query.dtype)])
-    out = torch.full_like(query, -77.0)
-    lse = torch.full(query.shape[:2], -77.0)
+    rows, heads = query.shape[:2]
+    gap = 8 if spread else 0
+    all_out = torch.full((rows + 1, heads + gap, DIM + gap), -77.0, dtype=query.dtype)
+    all_lse = torch.full((rows + 1, heads + gap), -77.0)
+    out, lse = all_out[:rows, :heads, :DIM], all_lse[:rows, :heads]
     workspace = Workspace("cpu", 1 << 22)
     runtime.memory = {
         "query": query, "cache": case.cache, "table": case.table, "lens": case.lens, "out": out, "lse": lse,
@@ -301,8 +311,10 @@ def run_ops(
         runtime.memory["sinks"] = sinks
     ops.decode(
         query, case.cache, case.table, case.lens, case.starts, case.max_query_len, case.layer.softmax_scale, sinks,
-        out, lse, workspace,
+        out, lse if want_lse else None, workspace,
     )  # fmt: skip
+    for whole, part in ((all_out, out), (all_lse, lse)):
+        assert (whole == -77.0).sum() - (part == -77.0).sum() == whole.numel() - part.numel(), "wrote outside"
     rows = len(case.query)
     if padding:
         assert (out[rows:] == -77.0).all()
