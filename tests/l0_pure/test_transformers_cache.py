@@ -23,7 +23,6 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from tests.cases import TORCH_DTYPES, rel_l2, same_bytes  # noqa: E402
-from tests.l0_pure.test_docs import blocks  # noqa: E402
 from turboquant_rocm import IneligibleError, SpecError, integrations  # noqa: E402
 from turboquant_rocm.integrations import transformers as tq  # noqa: E402
 
@@ -630,6 +629,8 @@ def test_without_transformers_the_message_says_so():
 
 
 def test_documented_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    from tests.l0_pure.test_docs import blocks  # needs a git checkout
+
     monkeypatch.undo()
     code = "\n".join(blocks(Path("docs/transformers.md"), "python"))
     exec(compile(code, "docs/transformers.md", "exec"), {})
