@@ -312,6 +312,30 @@ def test_the_smallest_value_scale(preset: str):
     assert codes[2].max() == min(10, levels)
 
 
+def test_nonfinite_vectors_are_added_to_the_count():
+    generator = torch.Generator().manual_seed(13)
+    bound = reference(layer_spec(64, 2, 1), "turboquant_4bit_nc", "soa", 16)
+    key, value = (gaussian((3, 2, 64), generator, torch.bfloat16) for _ in range(2))
+    key[0, :, 3], value[2, 1, 5] = math.nan, math.inf
+    count = torch.tensor([10, 20], dtype=torch.int32)
+    for _ in range(2):
+        bound.store(key, value, bound.allocate(1, "cpu"), torch.arange(3), nonfinite=count)
+    assert count.tolist() == [14, 22]
+
+
+@pytest.mark.parametrize("preset", ["turboquant_4bit_nc", "turboquant_3bit_nc"])
+def test_values_are_coded_in_fp32_whatever_the_math(preset: str):
+    """Rounding decides their bytes, so the oracle must not compute their scales in fp64."""
+    generator = torch.Generator().manual_seed(14)
+    value = gaussian((4096, 2, 64), generator, torch.bfloat16)
+    stored = []
+    for dtype in (torch.float32, torch.float64):
+        bound = reference(layer_spec(64, 2, 1), preset, "soa", 16, dtype)
+        stored.append(bound.ops.encode(value, value)[0])
+    for name in ("value_data", "value_scale", "value_zero"):
+        assert torch.equal(stored[0][name], stored[1][name]), name
+
+
 @pytest.mark.parametrize("exponent", [40, 55, 57, 60, 63, 100, 120])
 def test_direction_does_not_depend_on_the_scale_of_a_key(exponent: int):
     """bf16 reaches 3e38, whose square is not an fp32 number: codes stay those of the same key at scale 1."""
