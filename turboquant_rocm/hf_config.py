@@ -1026,7 +1026,9 @@ def _layers(config: Mapping[str, Any], fields: Fields, outer: str, notes: list[s
         b = _variants(fields, base, kind, index, count, facts)
         if b.heads % b.kv_heads:
             raise SpecError(
-                fields.name("num_attention_heads"), b.heads, f"a multiple of num_key_value_heads={b.kv_heads}"
+                fields.name("num_attention_heads"),
+                b.heads,
+                f"a multiple of num_key_value_heads={b.kv_heads}{_whose(fields, KV_HEADS)}",
             )
         if kind is Kind.SLIDING and b.window is None:
             raise SpecError(
@@ -1057,6 +1059,16 @@ def _layers(config: Mapping[str, Any], fields: Fields, outer: str, notes: list[s
             kv_shared_with=shared.get(index) if keeps else None,
             notes=tuple(own),
         )
+
+
+def _whose(fields: Fields, keys: Sequence[str]) -> str:
+    """Where a value that nobody wrote down comes from, for an error about it."""
+    taken = any(
+        note.startswith(f"{key} is not given: {fields.defaults.get(key)} ")
+        for note in fields.notes
+        for key in keys
+    )
+    return ", the default of this model type" if taken else ""
 
 
 def _mentions_window(notes: Sequence[str]) -> bool:

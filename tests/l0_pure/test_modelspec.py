@@ -1068,3 +1068,11 @@ def test_global_kv_heads_hold_where_keys_are_values():
     assert {layer.num_kv_heads for layer in read(**given, attention_k_eq_v=True).layers[1::2]} == {2}
     kept = {layer.num_kv_heads for layer in read(**given, attention_k_eq_v=False).layers}
     assert kept == {BASE["num_key_value_heads"]}
+
+
+def test_an_error_about_a_default_says_that_it_is_one():
+    given = {"model_type": "mixtral", "num_hidden_layers": 2, "num_attention_heads": 12, "hidden_size": 768}
+    with pytest.raises(SpecError, match=r"num_attention_heads=12 .*=8, the default of this model type"):
+        model_from_config(given)
+    with pytest.raises(SpecError, match=r"num_attention_heads=12 .*=8\)"):
+        model_from_config({**given, "num_key_value_heads": 8})
