@@ -1063,9 +1063,9 @@ def test_global_kv_heads_hold_where_keys_are_values():
         "model_type": "gemma4_text",
         "layer_types": ["sliding_attention", "full_attention"] * 3,
         "sliding_window": 64,
-        "num_global_key_value_heads": 2,
+        "num_global_key_value_heads": 1,
     }
-    assert {layer.num_kv_heads for layer in read(**given, attention_k_eq_v=True).layers[1::2]} == {2}
+    assert {layer.num_kv_heads for layer in read(**given, attention_k_eq_v=True).layers[1::2]} == {1}
     kept = {layer.num_kv_heads for layer in read(**given, attention_k_eq_v=False).layers}
     assert kept == {BASE["num_key_value_heads"]}
 
