@@ -456,8 +456,9 @@ def test_crop_beyond_the_ring_is_refused():
         layer.crop(-10)
     layer.crop(-9)
     assert layer.get_seq_length() == 21
+    feed(layer, *keys_and_values(1, 1), (1,))
     with pytest.raises(tq.UnsupportedError):
-        layer.crop(-1)  # what would be needed was overwritten before
+        layer.crop(-2)  # what would be needed was overwritten before
     layer.crop(-30)
     assert layer.get_seq_length() == 0
     with pytest.raises(SpecError, match="tokens_to_remove=3"):
