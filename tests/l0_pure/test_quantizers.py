@@ -76,6 +76,14 @@ def correlated(dimension: int) -> tuple[torch.Tensor, torch.Tensor]:
     return a, 0.8 * a + 0.6 * b / b.norm()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory):
+    """Codebooks go to a folder of the tests, not to the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TURBOQUANT_ROCM_CACHE", str(tmp_path_factory.mktemp("codebooks")))
+        yield
+
+
 # ---- seeds and rotations --------------------------------------------------------------------------------------
 
 
@@ -406,16 +414,22 @@ def test_outlier_channels_of_hard_samples():
 # ---- hard vectors and wrong arguments -------------------------------------------------------------------------
 
 
-def every_quantizer(d: int = 64):
-    for kind in KINDS:
-        for bits in (1, 4):
-            yield kind(d, bits)
-    yield TurboQuantMSE(d, 3, rotation="hadamard", codebook="published")
-    yield TurboQuantOutlier(TurboQuantMSE, d, 2, range(0, d, 2))
-    yield TurboQuantOutlier(TurboQuantProd, d, 2, range(0, d, 2))
+HARD = {
+    "mse-1": lambda: TurboQuantMSE(64, 1),
+    "mse-4": lambda: TurboQuantMSE(64, 4),
+    "mse-published": lambda: TurboQuantMSE(64, 3, rotation="hadamard", codebook="published"),
+    "prod-1": lambda: TurboQuantProd(64, 1),
+    "prod-4": lambda: TurboQuantProd(64, 4),
+    "outlier-mse": lambda: TurboQuantOutlier(TurboQuantMSE, 64, 2, range(0, 64, 2)),
+    "outlier-prod": lambda: TurboQuantOutlier(TurboQuantProd, 64, 2, range(0, 64, 2)),
+}
 
 
-@pytest.mark.parametrize("q", list(every_quantizer()), ids=lambda q: f"{type(q).__name__}-{q.effective_bits}")
+@pytest.fixture(params=HARD)
+def q(request: pytest.FixtureRequest):
+    return HARD[request.param]()
+
+
 class TestHardVectors:
     def test_zero(self, q):
         codes = q.quantize(torch.zeros(2, 64))
