@@ -41,7 +41,11 @@ class TagError(SpecError):
         self.differences = differences
         got = ", ".join(f"{name}={a}" for name, (a, _) in differences.items())
         wants = ", ".join(f"{name}={b}" for name, (_, b) in differences.items())
-        super().__init__("cache tag", got, f"{wants}; layouts.convert turns one layout into another")
+        super().__init__("cache tag", got, wants)
+        each = ", ".join(f"{name}={a} (wants {b})" for name, (a, b) in differences.items())
+        self.args = (
+            f"cache tag: {each}; layouts.convert turns one layout into another",
+        )  # whole, however long
 
 
 @dataclass(frozen=True, slots=True)

@@ -288,6 +288,8 @@ def resolve(
                 request.environment,
             )
         refused[name] = why
+    if policy.force in refused:  # what was asked for comes first
+        refused = {policy.force: refused.pop(policy.force), **refused}
     raise IneligibleError(request, refused, policy.force or "no backend")
 
 

@@ -195,6 +195,13 @@ def test_a_planned_backend_is_never_run(monkeypatch: pytest.MonkeyPatch):
 # ---- policies -------------------------------------------------------------------------------------------
 
 
+def test_reasons_of_the_forced_backend_come_first():
+    with pytest.raises(IneligibleError) as error:
+        decide(GQA8, get_target("cpu"), NC4, 16, Policy(force="triton_aos"))
+    assert next(iter(error.value.refused)) == "triton_aos"
+    assert len(error.value.refused) > 1
+
+
 def test_forced_and_ineligible_lists_every_reason():
     bad = replace(GQA8, num_heads=32, sinks=True, soft_cap=1.0)
     with pytest.raises(IneligibleError) as caught:

@@ -228,6 +228,15 @@ def test_strides_of_single_elements_mean_nothing():
         check_cache(pool[::3], layout)
 
 
+def test_many_differences_are_all_read():
+    other = make_layout("aos", "turboquant_3bit_nc", 64, 4, 32).tag
+    with pytest.raises(TagError) as error:
+        other.require(TAG)
+    assert len(error.value.differences) == 11
+    for name, (got, wants) in error.value.differences.items():
+        assert f"{name}={got} (wants {wants})" in str(error.value)
+
+
 def test_tag_survives_json():
     assert CacheTag.from_dict(TAG.to_dict()) == TAG
     with pytest.raises(SpecError, match="exactly the fields"):
