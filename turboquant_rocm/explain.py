@@ -43,11 +43,14 @@ FORMATS: Final = ("table", "json", "markdown", "html")
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse exits with 2 on bad input, which here means something else."""
+    """argparse exits with 2 on bad input, which here means something else, and some fail on closed streams."""
 
     def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(BAD_INPUT, f"{self.prog}: error: {message}\n")
+        _complain(f"{self.format_usage()}{self.prog}: error: {message}\n")
+        raise SystemExit(BAD_INPUT)
+
+    def print_help(self, file: Any = None) -> None:
+        _write(self.format_help())
 
 
 def _parser() -> _Parser:

@@ -382,6 +382,7 @@ def test_closed_standard_streams():
         ("qwen3-4b --target gfx942 --expect triton_aos", ">&- 2>&-", 2),
         ("nope --target gfx942", ">&- 2>&-", 3),
         ("qwen3-4b --target", "2>&-", 3),
+        ("--help", ">&-", 0),
     ):
         command = f"{python} -m turboquant_rocm.explain {arguments} {streams}"
         done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, check=False)
