@@ -29,6 +29,7 @@ __all__ = [
     "MAX_BITS",
     "MAX_DIMENSION",
     "SMALL_ORDERS",
+    "cell_probabilities",
     "centroids",
     "distortion",
     "lloyd_max",
@@ -137,6 +138,11 @@ def _cells(thresholds: F64, dimension: int | None) -> tuple[F64, F64, F64]:
     mass, moment = half * (density @ weights), half * ((x * density) @ weights)
     total = mass.sum()
     return mass / total, moment / total, at_edge / total
+
+
+def cell_probabilities(codebook: F64, dimension: int | None) -> F64:
+    """How often each centroid [n] is the nearest one of a coordinate; dimension as in :func:`solve_codebook`."""
+    return _cells((codebook[1:] + codebook[:-1]) / 2, dimension)[0]
 
 
 def _gap(codebook: F64, dimension: int | None) -> tuple[F64, F64]:

@@ -17,13 +17,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
-from math import erf, gcd
+from math import gcd
 from typing import Any
 
 import numpy as np
 
-from ...codebook import lloyd_max, rotation
+from ...codebook import cell_probabilities, lloyd_max, rotation
 from ...layouts import Layout
 from ...spec import NormMeaning
 from .device import FP8_SCALE, pair_order
@@ -187,6 +186,16 @@ def _rounding(c: Any, weight: Any, stretch: float) -> tuple[float, Any, float, f
 
 
 @cache
+def _best_rounding(bits: int) -> tuple[Any, float, float]:
+    """(fp16 table, factor, square factor) for the unit normal; see :func:`centroid_table`."""
+    c = lloyd_max(bits)
+    weight = cell_probabilities(c, None)
+    if bits == 4:
+        c, weight = c[8:], weight[8:]
+    best = min((_rounding(c, weight, 0.75 * 2 ** (i / 1024)) for i in range(1024)), key=lambda r: r[0])
+    return best[1:]
+
+
 def centroid_table(head_size: int, bits: int) -> CentroidTable:
     """The table of the decode kernel, in [1/8, 4).
 
@@ -194,13 +203,7 @@ def centroid_table(head_size: int, bits: int) -> CentroidTable:
     scores. So of a thousand stretches the one is taken at which the rounded codebook is closest to a multiple of the
     exact one, weighted by how often each code occurs; the remaining factor is folded into the softmax scale.
     """
-    c = lloyd_max(bits)
-    edges = np.concatenate([[-9.0], (c[1:] + c[:-1]) / 2, [9.0]])
-    weight = np.array([erf(b / 2**0.5) - erf(a / 2**0.5) for a, b in pairwise(edges)]) / 2
-    if bits == 4:
-        c, weight = c[8:], weight[8:]
-    best = min((_rounding(c, weight, 0.75 * 2 ** (i / 1024)) for i in range(1024)), key=lambda r: r[0])
-    _, table, factor, square_factor = best
+    table, factor, square_factor = _best_rounding(bits)
     words = table.view(np.uint16).astype(np.int64)
 
     def plane(values: Any) -> list[int]:
