@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from enum import Enum
+from enum import StrEnum
 from typing import Any, Final
 
 from .orders import SMALL_ORDERS, rotation_factors
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-class Code(str, Enum):
+class Code(StrEnum):
     """Why a backend cannot run a layer. The value is the name of what was looked at."""
 
     ARCH = "arch"
@@ -58,9 +58,6 @@ class Code(str, Enum):
     POLICY = "policy"
     KERNELS = "kernels"
     COMPILE = "compile"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
+from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -67,16 +67,13 @@ _OWN_PREFILL: Final = frozenset({AttentionKind.FULL, AttentionKind.SLIDING, Atte
 _NO_CACHE: Final = frozenset({AttentionKind.LINEAR, AttentionKind.NONE, AttentionKind.ENCODER})
 
 
-class Role(str, Enum):
+class Role(StrEnum):
     """What becomes of a layer."""
 
     QUANTIZED = "quantized"
     NATIVE = "native"
     STATE = "no cache"
     REFUSED = "refused"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True, slots=True)

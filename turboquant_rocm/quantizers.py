@@ -43,7 +43,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from fractions import Fraction
 from typing import Any, Final
 
@@ -75,7 +75,7 @@ MAX_BITS: Final = 4
 _LARGEST: Final = torch.finfo(torch.float64).max
 
 
-class RotationKind(str, Enum):
+class RotationKind(StrEnum):
     """``hadamard``: the package's fixed one; ``signed_hadamard``: after random signs; ``orthogonal``: uniformly random.
 
     The last two depend on a seed. The first two need a dimension that ``codebook.rotation`` has.
@@ -85,19 +85,13 @@ class RotationKind(str, Enum):
     SIGNED_HADAMARD = "signed_hadamard"
     ORTHOGONAL = "orthogonal"
 
-    def __str__(self) -> str:
-        return self.value
 
-
-class CodebookKind(str, Enum):
+class CodebookKind(StrEnum):
     """``beta``: optimal for the exact marginal in dimension d; ``gaussian``: N(0, 1/d); ``published``: of caches."""
 
     BETA = "beta"
     GAUSSIAN = "gaussian"
     PUBLISHED = "published"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True)

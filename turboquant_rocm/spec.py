@@ -10,7 +10,7 @@ from __future__ import annotations
 import reprlib
 import sys
 from dataclasses import dataclass, field, replace
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any, Final
 
 __all__ = [
@@ -75,7 +75,7 @@ def checked_member(field: str, kind: type[Enum], value: object) -> Any:
         raise SpecError(field, value, "one of " + ", ".join(str(member) for member in kind)) from None
 
 
-class AttentionKind(str, Enum):
+class AttentionKind(StrEnum):
     """What kind of token mixing a layer does.
 
     ``full``, ``sliding`` and ``chunked`` (a token sees the earlier tokens of its own chunk) keep one key and value
@@ -95,22 +95,16 @@ class AttentionKind(str, Enum):
     SPARSE = "sparse"
     NONE = "none"
 
-    def __str__(self) -> str:
-        return self.value
 
-
-class Dtype(str, Enum):
+class Dtype(StrEnum):
     """Dtype of queries, raw keys and raw values."""
 
     BF16 = "bf16"
     FP16 = "fp16"
     FP32 = "fp32"
 
-    def __str__(self) -> str:
-        return self.value
 
-
-class NormMeaning(str, Enum):
+class NormMeaning(StrEnum):
     """What the stored key norm is. Two layouts that agree on bytes can still differ in this.
 
     ``none``: no norm is stored (FP8 keys). ``raw``: ||k||. ``folded``: ||k|| / ||c||, c the centroid vector,
@@ -120,9 +114,6 @@ class NormMeaning(str, Enum):
     NONE = "none"
     RAW = "raw"
     FOLDED = "folded"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 WINDOWED: Final = (AttentionKind.SLIDING, AttentionKind.MLA)
