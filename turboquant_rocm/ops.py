@@ -187,7 +187,7 @@ class BoundLayer:
         where = checked_device(device)
         if dtype is not None and dtype not in _RAW_DTYPES:
             raise SpecError("dtype", dtype, "dtype " + " or ".join(map(str, _RAW_DTYPES)))
-        if lse not in (None, True, False) or isinstance(lse, int) != isinstance(lse, bool):
+        if lse is not None and not isinstance(lse, bool):
             raise SpecError("lse", lse, "true, false, or none for both")
         compile_all = getattr(self.ops, "warmup", None)
         if compile_all is None:
