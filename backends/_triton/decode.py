@@ -36,7 +36,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device import centroid_pairs3, centroid_pairs4, fp8_pairs, funnel, halves, value_pairs
+from .device import centroid_pairs3, centroid_pairs4, fp8_pairs, funnel, halves, value_pairs, value_steps
 
 __all__ = ["decode_kernel"]
 
@@ -289,19 +289,17 @@ def _stack8(a, b, c, d, e, f, g, h):
 
 
 @triton.jit
-def _value_operand(
-    words,  # tuple of RUNS tiles: the same unit of RUNS neighbouring tokens
+def _value_tree(
+    pairs,  # tuple of RUNS / 2 tuples of eight tiles: two tokens, eight codes
     T: tl.constexpr,
-    BITS: tl.constexpr,
     RUNS: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,  # which dimension counts blocks of tokens, runs of a block, lanes
+    BLOCK: tl.constexpr,
     RUN: tl.constexpr,
     LANE: tl.constexpr,
 ):
-    """One unit decoded to the operand [ROWS, T] fp16 of code - middle: row = code * lanes + lane."""
-    AWAY: tl.constexpr = 1024.0 + (1 << (BITS - 1))
-    p = value_pairs(words[0], words[1], BITS)
+    """[ROWS, T] fp16 out of pairs: row = code * lanes + lane."""
+    p = pairs[0]
     a0, a1 = halves(p[0])
     b0, b1 = halves(p[1])
     c0, c1 = halves(p[2])
@@ -324,7 +322,7 @@ def _value_operand(
         x = tl.permute(x, (6, 5, 4, LANE, BLOCK, RUN, 3))
     else:
         tl.static_assert(RUNS == 4)
-        q = value_pairs(words[2], words[3], BITS)
+        q = pairs[1]
         a2, a3 = halves(q[0])
         b2, b3 = halves(q[1])
         c2, c3 = halves(q[2])
@@ -344,7 +342,58 @@ def _value_operand(
             tl.join(tl.join(h0, h1), tl.join(h2, h3)),
         )  # [., ., ., token bit 0, token bit 1, code bits 0, 1, 2]
         x = tl.permute(x, (7, 6, 5, LANE, BLOCK, RUN, 4, 3))
-    return tl.reshape(x, (ROWS, T)) - tl.full((ROWS, T), AWAY, tl.float16)
+    return tl.reshape(x, (ROWS, T))
+
+
+@triton.jit
+def _value_constants(
+    like,  # a tile of words
+    BITS: tl.constexpr,
+    RUNS: tl.constexpr,
+    OFFSET: tl.constexpr,
+):
+    """1 / step of every pair (OFFSET = 0) or the number that code ``middle`` becomes, as pairs: constants."""
+    STEPS: tl.constexpr = value_steps(BITS)
+    one = ()
+    for i in tl.static_range(8):
+        one = one + (tl.full(like.shape, _pair_bits(STEPS[i], BITS, OFFSET), tl.int32),)
+    out = (one,)
+    if RUNS == 4:
+        out = out + (one,)
+    return out
+
+
+@triton.constexpr_function
+def _pair_bits(step, bits, offset):
+    """Bits of a pair of equal fp16 numbers: 1 / step, or with ``offset`` what the middle code's number becomes."""
+    from struct import pack, unpack
+
+    number = -(1024.0 / step + 2 ** (bits - 1)) if offset else 1.0 / step
+    half = unpack("<H", pack("<e", number))[0]
+    pair = half << 16 | half
+    return pair - (1 << 32) if pair >> 31 else pair
+
+
+@triton.jit
+def _value_operand(
+    words,  # tuple of RUNS tiles: the same unit of RUNS neighbouring tokens
+    T: tl.constexpr,
+    BITS: tl.constexpr,
+    RUNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,  # which dimension counts blocks of tokens, runs of a block, lanes
+    RUN: tl.constexpr,
+    LANE: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """One unit decoded to the operand [ROWS, T] fp16 of code - middle: row = code * lanes + lane."""
+    pairs = (value_pairs(words[0], words[1], BITS, TARGET),)
+    if RUNS == 4:
+        pairs = pairs + (value_pairs(words[2], words[3], BITS, TARGET),)
+    raw = _value_tree(pairs, T, RUNS, ROWS, BLOCK, RUN, LANE)
+    slope = _value_tree(_value_constants(words[0], BITS, RUNS, False), T, RUNS, ROWS, BLOCK, RUN, LANE)
+    away = _value_tree(_value_constants(words[0], BITS, RUNS, True), T, RUNS, ROWS, BLOCK, RUN, LANE)
+    return tl.fma(raw, slope, away)
 
 
 @triton.jit
@@ -438,48 +487,48 @@ def _row_starts(
 
 
 @triton.jit
-def _load_tile(
-    cache_ptr,
-    words_ptr,
-    pages,
-    token,
-    last_group,
-    begin,
-    end,
-    head,
+def _load_keys(
+    cache_ptr, words_ptr, pages, token, last_group, begin, end, head,
     shift,  # bytes from words_ptr to the cache
-    k_group, k_row, k_lane, v_group, v_token, v_lane,
-    KA: tl.constexpr, KB: tl.constexpr, KC: tl.constexpr, VA: tl.constexpr, VB: tl.constexpr, VC: tl.constexpr,
+    k_group, k_row, k_lane,
+    KA: tl.constexpr, KB: tl.constexpr, KC: tl.constexpr,
     T: tl.constexpr,
     KEY: tl.constexpr,
-    VALUE: tl.constexpr,
     KEY_DATA: tl.constexpr,
-    VALUE_DATA: tl.constexpr,
     KEY_NORM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Everything of the keys of a tile that is read from the cache: words (, norm)."""
+    start = _row_starts(pages, token, last_group, KEY_DATA, head, k_group, k_row, BLOCK_SIZE, T // 16) + shift
+    out = _load_words(words_ptr, start, k_lane, KA, KB, KC, KEY)
+    if KEY[0] != 8:
+        norm = _load_meta(cache_ptr, pages, token, last_group, begin, end, KEY_NORM, head, BLOCK_SIZE, T)
+        out = out + (norm,)
+    return out
+
+
+@triton.jit
+def _load_values(
+    cache_ptr, words_ptr, pages, token, last_group, begin, end, head,
+    shift,
+    v_group, v_token, v_lane,
+    VA: tl.constexpr, VB: tl.constexpr, VC: tl.constexpr,
+    T: tl.constexpr,
+    VALUE: tl.constexpr,
+    VALUE_DATA: tl.constexpr,
     VALUE_SCALE: tl.constexpr,
     VALUE_ZERO: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     RUNS: tl.constexpr,
 ):  # fmt: skip
-    """Everything of a tile that is read from the cache: key words, RUNS times value words, scale, zero (, norm)."""
-    GROUPS: tl.constexpr = T // 16
-    k_start = (
-        _row_starts(pages, token, last_group, KEY_DATA, head, k_group, k_row, BLOCK_SIZE, GROUPS) + shift
-    )
-    out = _load_words(words_ptr, k_start, k_lane, KA, KB, KC, KEY)
-    v_start = (
-        _row_starts(pages, token, last_group, VALUE_DATA, head, v_group, v_token, BLOCK_SIZE, GROUPS) + shift
-    )
+    """Everything of the values of a tile that is read from the cache: RUNS times words, scale, zero."""
+    start = _row_starts(pages, token, last_group, VALUE_DATA, head, v_group, v_token, BLOCK_SIZE, T // 16) + shift
+    out = ()
     for i in tl.static_range(RUNS):
-        out = out + _load_words(words_ptr, v_start + i * VALUE_DATA[1], v_lane, VA, VB, VC, VALUE)
+        out = out + _load_words(words_ptr, start + i * VALUE_DATA[1], v_lane, VA, VB, VC, VALUE)
     scale = _load_meta(cache_ptr, pages, token, last_group, begin, end, VALUE_SCALE, head, BLOCK_SIZE, T)
     zero = _load_meta(cache_ptr, pages, token, last_group, begin, end, VALUE_ZERO, head, BLOCK_SIZE, T)
-    out = out + (scale, zero)
-    if KEY[0] != 8:
-        out = out + (
-            _load_meta(cache_ptr, pages, token, last_group, begin, end, KEY_NORM, head, BLOCK_SIZE, T),
-        )
-    return out
+    return out + (scale, zero)
 
 
 _ARGUMENT_NAMES = (
@@ -661,52 +710,40 @@ def decode_kernel(
     token = start + tile_low * T
     last_token = start + (tile_high - 1) * T  # of the last tile
     pages = _page_ids(table_ptr, token, last_group, some, BLOCK_SIZE, GROUPS)
-    loaded = ()
+    keys_read = ()
+    values_read = ()
     if PREFETCH:
-        loaded = _load_tile(
-            cache_ptr, words_ptr, pages, token, last_group, begin, end, head, shift,
-            k_group, k_row, k_lane, v_group, v_token, v_lane, KA, KB, KC, VA, VB, VC,
-            T, KEY, VALUE, KEY_DATA, VALUE_DATA, KEY_NORM, VALUE_SCALE, VALUE_ZERO, BLOCK_SIZE, RUNS,
+        keys_read = _load_keys(
+            cache_ptr, words_ptr, pages, token, last_group, begin, end, head, shift, k_group, k_row, k_lane,
+            KA, KB, KC, T, KEY, KEY_DATA, KEY_NORM, BLOCK_SIZE,
         )  # fmt: skip
-        next_token = tl.minimum(token + T, last_token)
-        pages = _page_ids(table_ptr, next_token, last_group, some, BLOCK_SIZE, GROUPS)
+        values_read = _load_values(
+            cache_ptr, words_ptr, pages, token, last_group, begin, end, head, shift, v_group, v_token, v_lane,
+            VA, VB, VC, T, VALUE, VALUE_DATA, VALUE_SCALE, VALUE_ZERO, BLOCK_SIZE, RUNS,
+        )  # fmt: skip
+        pages = _page_ids(table_ptr, tl.minimum(token + T, last_token), last_group, some, BLOCK_SIZE, GROUPS)
     for _tile in range(tile_low, tile_high):
-        # With PREFETCH ``loaded`` is this tile and ``pages`` those of the next one, else ``pages`` are this tile's.
-        these = pages
-        if PREFETCH:
-            tile = loaded
-            next_token = tl.minimum(token + T, last_token)
-            loaded = _load_tile(
-                cache_ptr, words_ptr, pages, next_token, last_group, begin, end, head, shift,
-                k_group, k_row, k_lane, v_group, v_token, v_lane, KA, KB, KC, VA, VB, VC,
-                T, KEY, VALUE, KEY_DATA, VALUE_DATA, KEY_NORM, VALUE_SCALE, VALUE_ZERO, BLOCK_SIZE, RUNS,
+        # With PREFETCH ``pages`` are those of the next tile, whose keys are read as soon as this tile's have been
+        # decoded, and its values likewise: no tile is held twice. Else ``pages`` are this tile's.
+        next_token = tl.minimum(token + T, last_token)
+        if not PREFETCH:
+            keys_read = _load_keys(
+                cache_ptr, words_ptr, pages, token, last_group, begin, end, head, shift, k_group, k_row, k_lane,
+                KA, KB, KC, T, KEY, KEY_DATA, KEY_NORM, BLOCK_SIZE,
             )  # fmt: skip
-            pages = _page_ids(
-                table_ptr, tl.minimum(token + 2 * T, last_token), last_group, some, BLOCK_SIZE, GROUPS
-            )
-        else:
-            tile = _load_tile(
-                cache_ptr, words_ptr, pages, token, last_group, begin, end, head, shift,
-                k_group, k_row, k_lane, v_group, v_token, v_lane, KA, KB, KC, VA, VB, VC,
-                T, KEY, VALUE, KEY_DATA, VALUE_DATA, KEY_NORM, VALUE_SCALE, VALUE_ZERO, BLOCK_SIZE, RUNS,
+            values_read = _load_values(
+                cache_ptr, words_ptr, pages, token, last_group, begin, end, head, shift, v_group, v_token, v_lane,
+                VA, VB, VC, T, VALUE, VALUE_DATA, VALUE_SCALE, VALUE_ZERO, BLOCK_SIZE, RUNS,
             )  # fmt: skip
-            pages = _page_ids(table_ptr, token + T, last_group, some, BLOCK_SIZE, GROUPS)
-
         if ODD_BLOCKS:
-            k_at = _row_starts(these, token, last_group, KEY_DATA, head, k_group, k_row, BLOCK_SIZE, GROUPS)
+            k_at = _row_starts(pages, token, last_group, KEY_DATA, head, k_group, k_row, BLOCK_SIZE, GROUPS)
             v_at = _row_starts(
-                these, token, last_group, VALUE_DATA, head, v_group, v_token, BLOCK_SIZE, GROUPS
+                pages, token, last_group, VALUE_DATA, head, v_group, v_token, BLOCK_SIZE, GROUPS
             )
         else:  # rows start at multiples of 4 but for these terms, so they say how far words must be shifted
             k_at = KEY_DATA[0] + head * KEY_DATA[2] + k_row * KEY_DATA[1]
             v_at = VALUE_DATA[0] + head * VALUE_DATA[2] + v_token * VALUE_DATA[1]
-        k_units = _units(_slice(tile, 0, KWORDS), k_at + shift, k_lane, KEY, TARGET)
-        v_tokens = ()
-        for i in tl.static_range(RUNS):
-            v_words = _slice(tile, KWORDS + i * VWORDS, VWORDS)
-            v_tokens = v_tokens + (_units(v_words, v_at + i * VALUE_DATA[1] + shift, v_lane, VALUE, TARGET),)
-        v_scale = tile[KWORDS + RUNS * VWORDS].to(tl.float32)
-        v_zero = tile[KWORDS + RUNS * VWORDS + 1].to(tl.float32)
+        k_units = _units(_slice(keys_read, 0, KWORDS), k_at + shift, k_lane, KEY, TARGET)
 
         scores = tl.zeros((T, N), tl.float32)
         squares = tl.zeros((T, 8), tl.float32)
@@ -718,11 +755,22 @@ def decode_kernel(
                 squares = tl.dot(keys * keys, ones, squares)
         scores = scores * column_scale[None, :]
         if KEY[0] != 8:
-            norm = tile[KWORDS + RUNS * VWORDS + 2].to(tl.float32)
+            norm = keys_read[KWORDS].to(tl.float32)
             if NORM_CORRECTION:
                 total = tl.max(squares, axis=1) * SQUARE_FACTOR
                 norm = norm * tl.rsqrt(total + _CENTROID_EPS)
             scores = scores * norm[:, None]
+        if PREFETCH:
+            keys_read = _load_keys(
+                cache_ptr, words_ptr, pages, next_token, last_group, begin, end, head, shift, k_group, k_row, k_lane,
+                KA, KB, KC, T, KEY, KEY_DATA, KEY_NORM, BLOCK_SIZE,
+            )  # fmt: skip
+        v_tokens = ()
+        for i in tl.static_range(RUNS):
+            v_words = _slice(values_read, i * VWORDS, VWORDS)
+            v_tokens = v_tokens + (_units(v_words, v_at + i * VALUE_DATA[1] + shift, v_lane, VALUE, TARGET),)
+        v_scale = values_read[RUNS * VWORDS].to(tl.float32)
+        v_zero = values_read[RUNS * VWORDS + 1].to(tl.float32)
         if SOFT_CAP:  # cap * tanh(s / cap), then base 2
             grown = tl.exp2(scores * ((1.0 / soft_cap) * (2.0 * _LOG2E)))
             scores = (1.0 - 2.0 / (1.0 + grown)) * (soft_cap * _LOG2E)
@@ -750,9 +798,19 @@ def decode_kernel(
             words = ()
             for i in tl.static_range(RUNS):
                 words = words + (v_tokens[i][u],)
-            values = _value_operand(words, T, VALUE[0], RUNS, ROWS, SLOW, VRUN, VLANE)
+            values = _value_operand(words, T, VALUE[0], RUNS, ROWS, SLOW, VRUN, VLANE, TARGET)
             new_acc = new_acc + (tl.dot(values, p16, acc[u] * shrink[None, :]),)
         acc = new_acc
+        if PREFETCH:
+            values_read = _load_values(
+                cache_ptr, words_ptr, pages, next_token, last_group, begin, end, head, shift, v_group, v_token, v_lane,
+                VA, VB, VC, T, VALUE, VALUE_DATA, VALUE_SCALE, VALUE_ZERO, BLOCK_SIZE, RUNS,
+            )  # fmt: skip
+            pages = _page_ids(
+                table_ptr, tl.minimum(token + 2 * T, last_token), last_group, some, BLOCK_SIZE, GROUPS
+            )
+        else:
+            pages = _page_ids(table_ptr, token + T, last_group, some, BLOCK_SIZE, GROUPS)
         token += T
 
     total_weight = tl.sum(weight, axis=0)  # [N]

@@ -27,6 +27,7 @@ __all__ = [
     "halves",
     "pair_order",
     "value_pairs",
+    "value_steps",
 ]
 
 FP8_SCALE = 256.0
@@ -245,37 +246,85 @@ def value_pairs(
     first,  # int32: eight codes of one token (BITS = 4: 32 bits, 3: 24 bits)
     second,  # int32: the same dims of another token
     BITS: tl.constexpr,
+    TARGET: tl.constexpr,
 ):
-    """Eight pairs (1024 + code of first, 1024 + code of second), one for each dim.
+    """Eight pairs of fp16 numbers 1024 + code * step: ``first`` in the low half, ``second`` in the high one.
 
-    1024 + n is the fp16 number whose bits are 0x6400 | n; the caller subtracts 1024.
-    Two instructions per pair, and two or three for eight pairs.
+    1024 + n is the fp16 number whose bits are 0x6400 | n, so a code needs no shift where it lies inside the ten bits
+    of the mantissa; its number is then ``step`` times as large. The steps are those of value_steps. A fused multiply-
+    add in the caller undoes both. One instruction per pair, and four for eight pairs.
     """
-    low = (first & 0xFFFF) | (second << 16)
     if BITS == 4:
-        high = ((first >> 16) & 0xFFFF) | (second & -0x10000)
-        MASK: tl.constexpr = 0x000F000F
+        low = halfwords(first, second, 0, TARGET)
+        high = halfwords(first, second, 2, TARGET)
+        low8 = low >> 8
+        high8 = high >> 8
         return (
-            (low & MASK) | 0x64006400,
-            ((low >> 4) & MASK) | 0x64006400,
-            ((low >> 8) & MASK) | 0x64006400,
-            ((low >> 12) & MASK) | 0x64006400,
-            (high & MASK) | 0x64006400,
-            ((high >> 4) & MASK) | 0x64006400,
-            ((high >> 8) & MASK) | 0x64006400,
-            ((high >> 12) & MASK) | 0x64006400,
+            _magic(low, 0x000F000F, TARGET),
+            _magic(low, 0x00F000F0, TARGET),
+            _magic(low8, 0x000F000F, TARGET),
+            _magic(low8, 0x00F000F0, TARGET),
+            _magic(high, 0x000F000F, TARGET),
+            _magic(high, 0x00F000F0, TARGET),
+            _magic(high8, 0x000F000F, TARGET),
+            _magic(high8, 0x00F000F0, TARGET),
         )
     else:
         tl.static_assert(BITS == 3)
-        high = ((first >> 8) & 0xFFFF) | ((second >> 8) << 16)
-        MASK3: tl.constexpr = 0x00070007
+        low = halfwords(first, second, 0, TARGET)
+        high = halfwords(first, second, 1, TARGET)
+        low9 = low >> 9
+        high10 = high >> 10
         return (
-            (low & MASK3) | 0x64006400,
-            ((low >> 3) & MASK3) | 0x64006400,
-            ((low >> 6) & MASK3) | 0x64006400,
-            ((low >> 9) & MASK3) | 0x64006400,
-            ((low >> 12) & MASK3) | 0x64006400,
-            ((high >> 7) & MASK3) | 0x64006400,
-            ((high >> 10) & MASK3) | 0x64006400,
-            ((high >> 13) & MASK3) | 0x64006400,
+            _magic(low, 0x00070007, TARGET),
+            _magic(low, 0x00380038, TARGET),
+            _magic(low, 0x01C001C0, TARGET),
+            _magic(low9, 0x00070007, TARGET),
+            _magic(low9, 0x00380038, TARGET),
+            _magic(high, 0x03800380, TARGET),
+            _magic(high10, 0x00070007, TARGET),
+            _magic(high10, 0x00380038, TARGET),
         )
+
+
+@triton.jit
+def _magic(
+    word,  # int32
+    MASK: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """(word & MASK) | 0x64006400. One instruction, which NVIDIA's compiler makes two of if it is not told."""
+    if TARGET == "cuda":
+        mask = tl.full(word.shape, MASK, tl.int32)
+        base = tl.full(word.shape, 0x64006400, tl.int32)
+        out = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r", [word, mask, base], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        out = (word & MASK) | 0x64006400
+    return out
+
+
+@triton.constexpr_function
+def value_steps(bits):
+    """By how much the numbers of value_pairs grow from one code to the next, for each of the eight pairs."""
+    return (1, 16, 1, 16, 1, 16, 1, 16) if bits == 4 else (1, 8, 64, 1, 8, 128, 1, 8)
+
+
+@triton.jit
+def halfwords(
+    first,  # int32
+    second,  # int32
+    BYTE: tl.constexpr,  # 0, 1 or 2
+    TARGET: tl.constexpr,
+):
+    """Bytes BYTE and BYTE + 1 of ``first`` in the low half, of ``second`` in the high half."""
+    if TARGET == "cuda":
+        select = tl.full(first.shape, 0x5410 + 0x1111 * BYTE, tl.int32)
+        out = byte_permute(first, second, select, TARGET)
+    elif TARGET == "hip":
+        select = tl.full(first.shape, 0x05040100 + 0x01010101 * BYTE, tl.int32)
+        out = byte_permute(first, second, select, TARGET)
+    else:
+        out = ((first >> (8 * BYTE)) & 0xFFFF) | ((second >> (8 * BYTE)) << 16)
+    return out
