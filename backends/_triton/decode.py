@@ -36,7 +36,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device import centroid_pairs3, centroid_pairs4, fp8_pairs, funnel, halves, value_pairs, value_steps
+from .device import centroid_bytes, centroid_pairs3, centroid_pairs4, fp8_pairs, funnel, halves, quarters, value_pairs, value_steps
 
 __all__ = ["decode_kernel"]
 
@@ -222,6 +222,7 @@ def _key_operand(
     unit,  # packed codes, a tile of three dimensions
     T: tl.constexpr,
     BITS: tl.constexpr,
+    INT8: tl.constexpr,
     TABLE: tl.constexpr,
     KWIDTH: tl.constexpr,
     BLOCK: tl.constexpr,  # which dimension counts blocks of rows, rows of a block, lanes of a row
@@ -241,14 +242,19 @@ def _key_operand(
             x = tl.permute(x, (BLOCK, ROW, LANE, 4, 3))
         x = tl.reshape(x, (T, 16))
     else:
-        if BITS == 4:
-            a, b, c, d = centroid_pairs4(unit, TABLE, TARGET)
+        if INT8:
+            a, b = centroid_bytes(unit, TABLE, BITS, TARGET)
+            a0, a1, b0, b1 = quarters(a)
+            c0, c1, d0, d1 = quarters(b)
         else:
-            a, b, c, d = centroid_pairs3(unit, TABLE, TARGET)
-        a0, a1 = halves(a)
-        b0, b1 = halves(b)
-        c0, c1 = halves(c)
-        d0, d1 = halves(d)
+            if BITS == 4:
+                a, b, c, d = centroid_pairs4(unit, TABLE, TARGET)
+            else:
+                a, b, c, d = centroid_pairs3(unit, TABLE, TARGET)
+            a0, a1 = halves(a)
+            b0, b1 = halves(b)
+            c0, c1 = halves(c)
+            d0, d1 = halves(d)
         ab = tl.join(tl.join(a0, a1), tl.join(b0, b1))
         cd = tl.join(tl.join(c0, c1), tl.join(d0, d1))
         x = tl.join(ab, cd)  # [., ., ., half, pair low bit, pair high bit]
@@ -393,7 +399,7 @@ def _value_operand(
     raw = _value_tree(pairs, T, RUNS, ROWS, BLOCK, RUN, LANE)
     slope = _value_tree(_value_constants(words[0], BITS, RUNS, False), T, RUNS, ROWS, BLOCK, RUN, LANE)
     away = _value_tree(_value_constants(words[0], BITS, RUNS, True), T, RUNS, ROWS, BLOCK, RUN, LANE)
-    return tl.fma(raw, slope, away)
+    return raw * slope + away
 
 
 @triton.jit
@@ -552,7 +558,7 @@ _ARGUMENT_NAMES = (
     ),
 )  # fmt: skip
 def decode_kernel(
-    query_ptr,  # [N * Hq, KP] fp16, permuted and normalised (prepare.py)
+    query_ptr,  # [N * Hq, KP] fp16, or [N * Hq, 2, KP] int8, permuted and normalised (prepare.py)
     query_scale_ptr,  # [N * Hq] fp32
     cache_ptr,  # [nb, bs, Hk, slot_stride] uint8
     table_ptr,  # [B, M] int32
@@ -588,6 +594,7 @@ def decode_kernel(
     TABLE: tl.constexpr,  # centroids, see device._lookup8
     SQUARE_FACTOR: tl.constexpr,  # of the squares of these
     NORM_CORRECTION: tl.constexpr,
+    INT8: tl.constexpr,  # centroids and queries as int8 numbers, the latter in two parts
     KWIDTH: tl.constexpr,  # consecutive columns of an operand in a lane
     RUNS: tl.constexpr,  # neighbouring tokens of a value operand in a lane
     LANE_FIRST: tl.constexpr,  # lanes of a row are far apart (AMD), not neighbours (NVIDIA)
@@ -659,9 +666,21 @@ def decode_kernel(
     column_scale = tl.load(query_scale_ptr + row, live, 0.0) * scale_log2
     k_index = tl.arange(0, KSPAN)
     queries = ()
-    for u in tl.static_range(KUNITS):
-        at = query_ptr + row[None, :] * KP + (u * KSPAN + k_index)[:, None]
-        queries = queries + (tl.load(at, live[None, :], 0.0),)  # [KSPAN, N]
+    lower = ()
+    if INT8:
+        query_sum = tl.zeros((N,), tl.int32)
+        for u in tl.static_range(KUNITS):
+            at = query_ptr.to(tl.pointer_type(tl.int8)) + row[None, :] * (2 * KP) + (u * KSPAN + k_index)[:, None]
+            high8 = tl.load(at, live[None, :], 0)  # [KSPAN, N]
+            low8 = tl.load(at + KP, live[None, :], 0)
+            query_sum += tl.sum(high8.to(tl.int32) * 256 + low8.to(tl.int32), axis=0)
+            queries = queries + (high8,)
+            lower = lower + (low8,)
+        column_offset = query_sum.to(tl.float32) * (0.5 * column_scale)
+    else:
+        for u in tl.static_range(KUNITS):
+            at = query_ptr + row[None, :] * KP + (u * KSPAN + k_index)[:, None]
+            queries = queries + (tl.load(at, live[None, :], 0.0),)  # [KSPAN, N]
 
     # Which token and which part of its row each lane reads. Lanes are dealt out over the dimensions of a tile in
     # the order in which this compiler fills them: the last one first, or with ASCENDING the first one first.
@@ -745,15 +764,26 @@ def decode_kernel(
             v_at = VALUE_DATA[0] + head * VALUE_DATA[2] + v_token * VALUE_DATA[1]
         k_units = _units(_slice(keys_read, 0, KWORDS), k_at + shift, k_lane, KEY, TARGET)
 
-        scores = tl.zeros((T, N), tl.float32)
         squares = tl.zeros((T, 8), tl.float32)
+        if INT8:
+            upper_dot = tl.zeros((T, N), tl.int32)
+            lower_dot = tl.zeros((T, N), tl.int32)
+        else:
+            scores = tl.zeros((T, N), tl.float32)
         for u in tl.static_range(KUNITS):
-            keys = _key_operand(k_units[u], T, KEY[0], TABLE, KWIDTH, SLOW, KROW, KLANE, TARGET)
-            scores = tl.dot(keys, queries[u], scores)
+            keys = _key_operand(k_units[u], T, KEY[0], INT8, TABLE, KWIDTH, SLOW, KROW, KLANE, TARGET)
+            if INT8:
+                upper_dot = tl.dot(keys, queries[u], upper_dot, out_dtype=tl.int32)
+                lower_dot = tl.dot(keys, lower[u], lower_dot, out_dtype=tl.int32)
+            else:
+                scores = tl.dot(keys, queries[u], scores)
             if NORM_CORRECTION:
                 ones = _real_columns(u, KEY[1], KEY[2], KEY[3], KEY[4], KEY[6] * 8 // KEY[0], KWIDTH)
                 squares = tl.dot(keys * keys, ones, squares)
-        scores = scores * column_scale[None, :]
+        if INT8:  # centroids are n + 1/2
+            scores = (upper_dot * 256 + lower_dot).to(tl.float32) * column_scale[None, :] + column_offset[None, :]
+        else:
+            scores = scores * column_scale[None, :]
         if KEY[0] != 8:
             norm = keys_read[KWORDS].to(tl.float32)
             if NORM_CORRECTION:

@@ -52,6 +52,19 @@ def halves(
 
 
 @triton.jit
+def quarters(
+    word,  # int32
+):
+    """The four int8 numbers of a word, low byte first. No instruction: registers are reinterpreted."""
+    return (
+        word.to(tl.int8),
+        (word >> 8).to(tl.int8),
+        (word >> 16).to(tl.int8),
+        (word >> 24).to(tl.int8),
+    )
+
+
+@triton.jit
 def _select_byte(
     low,
     high,
@@ -192,6 +205,58 @@ def centroid_pairs4(
 
 
 @triton.jit
+def centroid_bytes(
+    codes,  # int32: eight 4-bit codes, or eight 3-bit codes in bits 0 to 23
+    TABLE: tl.constexpr,  # int8 magnitudes of the positive centroids, ascending: bytes 0-3, bytes 4-7
+    BITS: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """Centroids of eight codes as two words of four int8 numbers: n stands for n + 1/2, so ~n is -n.
+
+    13 instructions for eight 4-bit codes; 3-bit codes look up all eight centroids.
+    """
+    t0 = tl.full(codes.shape, TABLE[0], tl.int32)
+    t1 = tl.full(codes.shape, TABLE[1], tl.int32)
+    if BITS == 3:
+        select = _spread3(codes)
+        a = byte_permute(t0, t1, select, TARGET)
+        b = byte_permute(t0, t1, select >> 16, TARGET)
+    else:
+        negative = ~codes & -0x77777778  # 0x88888888: codes below 8
+        ones = (negative.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True)
+        select = (codes ^ (negative - ones)) & 0x77777777  # |c| is entry 7 - i, or i - 8
+        a = byte_permute(t0, t1, select, TARGET) ^ _byte_signs(codes, TARGET)
+        b = byte_permute(t0, t1, select >> 16, TARGET) ^ _byte_signs(codes >> 16, TARGET)
+    return a, b
+
+
+@triton.jit
+def _byte_signs(
+    codes,  # int32: four 4-bit codes in bits 0 to 15
+    TARGET: tl.constexpr,
+):
+    """Four bytes: 0xFF for codes below 8, 0 for the others."""
+    if TARGET == "cuda":  # a selector with bit 3 set replicates the sign of its byte: 0x7F gives 0x00
+        full = tl.full(codes.shape, 0x7F7F7F7F, tl.int32)
+        low = byte_permute(full, full, codes, TARGET)
+        out = low | (low << 1)
+    else:
+        sign = _spread_signs(~codes)
+        out = (sign - ((sign.to(tl.uint32, bitcast=True) >> 7).to(tl.int32, bitcast=True))) | sign
+    return out
+
+
+@triton.jit
+def _spread3(
+    group,  # int32: eight 3-bit codes in bits 0 to 23; the others are ignored
+):
+    """The codes as eight nibbles."""
+    x = (group & 0xFFF) | ((group << 4) & 0x0FFF0000)
+    x = (x & 0x003F003F) | ((x << 2) & 0x3F003F00)
+    return (x & 0x07070707) | ((x << 1) & 0x70707070)
+
+
+@triton.jit
 def _spread_signs(
     negative,  # int32
 ):
@@ -211,10 +276,7 @@ def centroid_pairs3(
     TARGET: tl.constexpr,
 ):
     """Centroids of eight 3-bit codes, as four pairs: codes spread to nibbles, then one table of eight entries."""
-    x = (group & 0xFFF) | ((group << 4) & 0x0FFF0000)
-    x = (x & 0x003F003F) | ((x << 2) & 0x3F003F00)
-    x = (x & 0x07070707) | ((x << 1) & 0x70707070)
-    ha, la, hb, lb = _lookup8(x, TABLE, TARGET)
+    ha, la, hb, lb = _lookup8(_spread3(group), TABLE, TARGET)
     p0, p1 = _interleave(ha, la, TARGET)
     p2, p3 = _interleave(hb, lb, TARGET)
     return p0, p1, p2, p3

@@ -23,7 +23,16 @@ from .dequantize import Dequantize
 from .prepare import prepare_kernel
 from .reduce import reduce_kernel
 from .store import Store
-from .tile import GROUP, KeyTile, ValueTile, alignment, centroid_table, corrects_norm, query_matrix
+from .tile import (
+    GROUP,
+    KeyTile,
+    ValueTile,
+    alignment,
+    byte_table,
+    centroid_table,
+    corrects_norm,
+    query_matrix,
+)
 from .workspace import Workspace, default_workspace
 
 __all__ = ["AosOps", "DecodePlan", "SoaOps", "TritonOps", "tuned"]
@@ -66,16 +75,45 @@ def tuned(arch: str, vendor: str, backend: str, **facts: Any) -> dict[str, Any]:
     return choices(load_tuned(arch, vendor, backend)["decode"], **facts)
 
 
+class Kernel:
+    """A kernel with its grid and constants. The first call goes through Triton's just-in-time path, which looks at
+    every argument to find or compile a specialisation (some 60 us); later ones launch what it found. That is right
+    because nothing that a specialisation depends on may change from call to call: integers are never specialised,
+    and dtypes and the alignment of pointers are part of the key under which the owner keeps a Kernel.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, int, int], constants: Mapping[str, Any]) -> None:
+        self.grid = grid
+        self._kernel = kernel
+        self._constants = constants
+        self._tail = tuple(constants[name] for name in kernel.arg_names if name in constants)
+        assert kernel.arg_names[len(kernel.arg_names) - len(self._tail) :] == [
+            name for name in kernel.arg_names if name in constants
+        ], "constants follow the arguments"
+        self._launch: Any = None
+
+    def __call__(self, *args: Any) -> None:
+        if self._launch is not None:
+            self._launch(*args, *self._tail)
+            return
+        compiled = self._kernel[self.grid](*args, **self._constants)
+        if compiled is not None:  # None: interpreted
+            self._launch = compiled[self.grid]
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """One shape of call: what to launch and where its scratch memory is."""
 
-    prepare_grid: tuple[int, int, int]
-    decode_grid: tuple[int, int, int]
+    prepare: Kernel
+    decode: Kernel
+    reduce: Kernel | None
+    rows: int
+    batch: int
     splits: int
-    prepare: Mapping[str, Any]
-    decode: Mapping[str, Any]
-    reduce: Mapping[str, Any] | None
+    min_tiles: int
+    matrix: torch.Tensor
+    plan: DecodePlan
 
 
 class DecodePlan:
@@ -111,9 +149,20 @@ class DecodePlan:
             base["value_lanes"],
             alignment(layout, "value_data", cache_alignment),
         )
-        self.matrix, factor = query_matrix(layout, self.key, self.kind, base["key_width"])
-        planes, square_factor = (0, 0, 0, 0), 1.0
-        if not preset.fp8_keys:
+        # int8 centroids are as good as those of a bf16 kernel, not as those of an fp16 one
+        self.int8 = (
+            base["int8_keys"]
+            and layer.dtype == "bf16"
+            and not preset.fp8_keys
+            and not corrects_norm(layout)
+        )
+        width = base["key_width"] * (2 if self.int8 else 1)
+        self.matrix, factor = query_matrix(layout, self.key, self.kind, width, self.int8)
+        planes: tuple[int, ...] = (0, 0, 0, 0)
+        square_factor = 1.0
+        if self.int8:
+            planes = byte_table(layout.head_size, preset.key_bits).words
+        elif not preset.fp8_keys:
             table = centroid_table(layout.head_size, preset.key_bits)
             planes, square_factor = table.planes, table.square_factor
         self.factor = factor if layer.soft_cap is not None else factor * LOG2E
@@ -134,7 +183,8 @@ class DecodePlan:
             "TABLE": planes,
             "SQUARE_FACTOR": square_factor,
             "NORM_CORRECTION": corrects_norm(layout),
-            "KWIDTH": base["key_width"],
+            "INT8": self.int8,
+            "KWIDTH": width,
             "RUNS": base["token_runs"],
             "LANE_FIRST": base["lane_first"],
             "ASCENDING": ASCENDING,
@@ -189,6 +239,7 @@ class DecodePlan:
             "KP2": triton.next_power_of_2(self.key.columns),
             "R": _ROWS_PER_PREPARE,
             "CHUNK": min(64, triton.next_power_of_2(d)),
+            "INT8": self.int8,
             "num_warps": 4,
             "num_stages": 1,
             "enable_fp_fusion": True,
@@ -328,43 +379,36 @@ class TritonOps:
         aligned = not cache.data_ptr() & 15
         key = (
             query.shape[0], block_table.shape, max_query_len, query_start_loc is None, lse is None,
-            aligned, query.device,
+            aligned, query.device, query.dtype, out.dtype,
         )  # fmt: skip
         launch = self._launches.get(key)
         if launch is None:
-            launch = self._launches[key] = self._make_launch(*key)
-        if not launch.decode_grid[2]:
+            launch = self._launches[key] = self._make_launch(*key[:7])
+        if not launch.batch:
             return
-        plan = self._plans[aligned]
-        rows = launch.prepare["rows"]
+        plan, rows, splits = launch.plan, launch.rows, launch.splits
+        direct = launch.reduce is None
         queries, query_scales, part, part_lse = (workspace or default_workspace(query.device)).take(
-            rows, plan.key.columns, launch.splits if launch.reduce is not None else 0, plan.value.rows
+            rows, plan.key.columns, 0 if direct else splits, plan.value.rows
         )
-        matrix = self._matrix[query.device, aligned]
         starts = seq_lens if query_start_loc is None else query_start_loc
         some_sinks = query_scales if sinks is None else sinks
         some_lse = query_scales if lse is None else lse
-        lse_strides = (0, 0) if lse is None else lse.stride()
-        out_strides = out.stride()
-        query_strides = query.stride()
-        prepare_kernel[launch.prepare_grid](
-            query, matrix, queries, query_scales, rows, query_strides[0], query_strides[1],
-            **launch.prepare["constants"],
-        )  # fmt: skip
-        direct = launch.reduce is None
-        decode_kernel[launch.decode_grid](
+        lse_token, lse_head = (0, 0) if lse is None else lse.stride()
+        out_token, out_head, _ = out.stride()
+        query_token, query_head, _ = query.stride()
+        launch.prepare(query, launch.matrix, queries, query_scales, rows, query_token, query_head)
+        launch.decode(
             queries, query_scales, cache, block_table, seq_lens, starts, some_sinks,
             out if direct else part,
             some_lse if direct else part_lse,
-            block_table.stride(0), out_strides[0], out_strides[1], lse_strides[0], lse_strides[1],
-            scale * plan.factor, self._soft_cap, self._window, launch.splits, launch.decode["min_tiles"],
-            **launch.decode["constants"],
+            block_table.stride(0), out_token, out_head, lse_token, lse_head,
+            scale * plan.factor, self._soft_cap, self._window, splits, launch.min_tiles,
         )  # fmt: skip
         if launch.reduce is not None:
-            reduce_kernel[(rows, 1, 1)](
-                part, part_lse, starts, some_sinks, out, some_lse, launch.splits, launch.decode_grid[2],
-                out_strides[0], out_strides[1], lse_strides[0], lse_strides[1],
-                **launch.reduce,
+            launch.reduce(
+                part, part_lse, starts, some_sinks, out, some_lse, splits, launch.batch,
+                out_token, out_head, lse_token, lse_head,
             )  # fmt: skip
 
     def warmup(
@@ -465,20 +509,27 @@ class TritonOps:
         )
         direct = splits == 1
         choice = plan.tuned(columns)
+        rows = tokens * self.layer.num_heads
+        heads = self.layer.num_kv_heads * plan.column_tiles(max_query_len)
+        reduce = None
+        if not direct:
+            reduce = Kernel(reduce_kernel, (rows, 1, 1), plan.reduce_constants(not single, not no_lse))
         return Launch(
-            prepare_grid=(-(-tokens * self.layer.num_heads // _ROWS_PER_PREPARE), 1, 1),
-            decode_grid=(
-                self.layer.num_kv_heads * plan.column_tiles(max_query_len),
-                splits,
-                batch if tokens else 0,
+            prepare=Kernel(
+                prepare_kernel, (-(-rows // _ROWS_PER_PREPARE), 1, 1), plan.prepare_constants()
             ),
+            decode=Kernel(
+                decode_kernel,
+                (heads, splits, batch),
+                plan.decode_constants(columns, not single, direct, not no_lse),
+            ),
+            reduce=reduce,
+            rows=rows,
+            batch=batch if tokens else 0,
             splits=splits,
-            prepare={"rows": tokens * self.layer.num_heads, "constants": plan.prepare_constants()},
-            decode={
-                "min_tiles": -(-choice["min_tokens"] // choice["tokens"]) if not self.fixed_splits else 1,
-                "constants": plan.decode_constants(columns, not single, direct, not no_lse),
-            },
-            reduce=None if direct else plan.reduce_constants(not single, not no_lse),
+            min_tiles=1 if self.fixed_splits else -(-choice["min_tokens"] // choice["tokens"]),
+            matrix=self._matrix[device, aligned],
+            plan=plan,
         )
 
 
