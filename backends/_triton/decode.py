@@ -19,14 +19,22 @@ Tile of T tokens, all in registers of one warp or wave:
   as the 1024 of the conversion trick would turn that into a bias of percents on long contexts. Rows are dims in the
   order in which codes come out, put back by the final store.
 
-Nothing is multiplied per element. Budget of integer instructions per element: K 2.4 (4-bit), 2.1 (3-bit), 1.5 (FP8);
-V 1.7; plus an eighth of a matrix instruction each.
+Two routes for the keys. fp16: codes become the numbers of an fp16 codebook. Bytes (PLANES > 0, where norms need no
+correction): codes become int8 numbers, 7 or 8 bits at a time ("planes", tile.byte_table), the query two int8 numbers,
+and the products are exact integers. A byte permute gives four of them at once and nothing has to be interleaved; the
+two halves of a 16-entry codebook are looked up apart, each giving 0 for the codes of the other, and the matrix unit
+adds them up. Planes leave an offset out, which is one number per column: it is added with the scale.
 
-What moves when. Page ids of the next tile are fetched while this tile is computed. Groups of 16 tokens never cross a
-block, so a tile needs T / 16 scalar page ids, and addresses are a scalar per group plus loop-invariant lane offsets.
-A group is read if it holds a visible token; words of its other slots may be anything, which is harmless because every
-code decodes to a finite number, and their norm, scale and zero are not loaded (masked, 0). So nothing that was never
-stored can reach the result. Tiles outside the window or past the sequence are never touched.
+Nothing is multiplied per element. Budget of integer instructions per element: K 1.4 (4-bit, two planes), 1.1 (3-bit,
+one plane), fp16 route 2.1 to 2.4, FP8 2; V 0.8 and half a multiply-add; an eighth to a half of a matrix instruction.
+
+What moves when. With PREFETCH the keys of the next tile are read as soon as this tile's have been decoded, into the
+same registers, and its values likewise: each is in flight for half a tile's time or more. Page ids are fetched a tile
+ahead. Groups of 16 tokens never cross a block, so a tile needs T / 16 scalar page ids, and addresses are a scalar per
+group plus loop-invariant lane offsets. A group is read if it holds a visible token; words of its other slots may be
+anything, which is harmless because every code decodes to a finite number, and their norm, scale and zero are not
+loaded (masked, 0). So nothing that was never stored can reach the result. Tiles outside the window or past the
+sequence are never touched.
 
 Row j of a sequence with q query tokens sees keys [max(0, h - window), h), h = seq_len - q + j + 1.
 """
@@ -36,7 +44,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device import centroid_bytes, centroid_pairs3, centroid_pairs4, fp8_pairs, funnel, halves, quarters, value_pairs, value_steps
+from .device import (
+    centroid_pairs3,
+    centroid_pairs4,
+    fp8_pairs,
+    funnel,
+    halves,
+    quarters,
+    spread3,
+    table_bytes,
+    value_pairs,
+    value_steps,
+)
 
 __all__ = ["decode_kernel"]
 
@@ -218,12 +237,96 @@ def _units(
 
 
 @triton.jit
+def _columns8(
+    x,  # [., ., ., index bits 0, 1, 2 of eight columns of a lane]
+    KWIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROW: tl.constexpr,
+    LANE: tl.constexpr,
+):
+    """Dimensions in the order of rows and columns of an operand whose lanes own KWIDTH consecutive columns."""
+    if KWIDTH == 2:
+        x = tl.permute(x, (BLOCK, ROW, 5, 4, LANE, 3))
+    elif KWIDTH == 4:
+        x = tl.permute(x, (BLOCK, ROW, 5, LANE, 4, 3))
+    else:
+        x = tl.permute(x, (BLOCK, ROW, LANE, 5, 4, 3))
+    return x
+
+
+@triton.jit
+def _byte_operand(
+    words,  # two words of four int8 numbers, tiles of three dimensions
+    T: tl.constexpr,
+    KWIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROW: tl.constexpr,
+    LANE: tl.constexpr,
+):
+    """[T, 32] int8."""
+    a0, a1, a2, a3 = quarters(words[0])
+    b0, b1, b2, b3 = quarters(words[1])
+    a = tl.join(tl.join(a0, a2), tl.join(a1, a3))
+    b = tl.join(tl.join(b0, b2), tl.join(b1, b3))
+    x = tl.join(a, b)  # [., ., ., byte bit 1, byte bit 0, word]
+    x = tl.permute(x, (0, 1, 2, 4, 3, 5))
+    return tl.reshape(_columns8(x, KWIDTH, BLOCK, ROW, LANE), (T, 32))
+
+
+@triton.jit
+def _byte_scores(
+    k_units,  # tuple of KUNITS packed units
+    upper,  # tuple of [32, N] int8: the query is 256 * upper + lower
+    lower,
+    T: tl.constexpr,
+    N: tl.constexpr,
+    KUNITS: tl.constexpr,
+    BITS: tl.constexpr,
+    PLANES: tl.constexpr,
+    TABLE,  # see tile.ByteTable
+    KWIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROW: tl.constexpr,
+    LANE: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """Sum of query * (plane 0 + plane 1 / 128) over the dims, [T, N] int32, exact but for lower * plane 1.
+
+    A table of sixteen bytes is looked up as two of eight, each giving 0 where the other has the entry; the matrix
+    unit adds them up.
+    """
+    by_upper = tl.zeros((T, N), tl.int32)
+    by_lower = tl.zeros((T, N), tl.int32)
+    fine = tl.zeros((T, N), tl.int32)
+    HALVES: tl.constexpr = 2 if BITS == 4 else 1
+    for u in tl.static_range(KUNITS):
+        if BITS == 4:
+            selects = (k_units[u], k_units[u] ^ -0x77777778)
+        else:
+            selects = (spread3(k_units[u]),)
+        for i in tl.static_range(HALVES):
+            words = table_bytes(selects[i], TABLE[2 * i], TABLE[2 * i + 1], TARGET)
+            keys = _byte_operand(words, T, KWIDTH, BLOCK, ROW, LANE)
+            by_upper = tl.dot(keys, upper[u], by_upper, out_dtype=tl.int32)
+            by_lower = tl.dot(keys, lower[u], by_lower, out_dtype=tl.int32)
+            if PLANES == 2:
+                words = table_bytes(
+                    selects[i], TABLE[2 * HALVES + 2 * i], TABLE[2 * HALVES + 2 * i + 1], TARGET
+                )
+                keys = _byte_operand(words, T, KWIDTH, BLOCK, ROW, LANE)
+                fine = tl.dot(keys, upper[u], fine, out_dtype=tl.int32)
+    scores = by_upper * 256 + by_lower
+    if PLANES == 2:
+        scores += fine * 2
+    return scores
+
+
+@triton.jit
 def _key_operand(
     unit,  # packed codes, a tile of three dimensions
     T: tl.constexpr,
     BITS: tl.constexpr,
-    INT8: tl.constexpr,
-    TABLE: tl.constexpr,
+    TABLE,
     KWIDTH: tl.constexpr,
     BLOCK: tl.constexpr,  # which dimension counts blocks of rows, rows of a block, lanes of a row
     ROW: tl.constexpr,
@@ -242,28 +345,18 @@ def _key_operand(
             x = tl.permute(x, (BLOCK, ROW, LANE, 4, 3))
         x = tl.reshape(x, (T, 16))
     else:
-        if INT8:
-            a, b = centroid_bytes(unit, TABLE, BITS, TARGET)
-            a0, a1, b0, b1 = quarters(a)
-            c0, c1, d0, d1 = quarters(b)
+        if BITS == 4:
+            a, b, c, d = centroid_pairs4(unit, TABLE, TARGET)
         else:
-            if BITS == 4:
-                a, b, c, d = centroid_pairs4(unit, TABLE, TARGET)
-            else:
-                a, b, c, d = centroid_pairs3(unit, TABLE, TARGET)
-            a0, a1 = halves(a)
-            b0, b1 = halves(b)
-            c0, c1 = halves(c)
-            d0, d1 = halves(d)
+            a, b, c, d = centroid_pairs3(unit, TABLE, TARGET)
+        a0, a1 = halves(a)
+        b0, b1 = halves(b)
+        c0, c1 = halves(c)
+        d0, d1 = halves(d)
         ab = tl.join(tl.join(a0, a1), tl.join(b0, b1))
         cd = tl.join(tl.join(c0, c1), tl.join(d0, d1))
         x = tl.join(ab, cd)  # [., ., ., half, pair low bit, pair high bit]
-        if KWIDTH == 2:
-            x = tl.permute(x, (BLOCK, ROW, 5, 4, LANE, 3))
-        elif KWIDTH == 4:
-            x = tl.permute(x, (BLOCK, ROW, 5, LANE, 4, 3))
-        else:
-            x = tl.permute(x, (BLOCK, ROW, LANE, 5, 4, 3))
+        x = _columns8(x, KWIDTH, BLOCK, ROW, LANE)
         x = tl.reshape(x, (T, 32))
     return x
 
@@ -418,6 +511,30 @@ def _sum_tokens(
 
 
 @triton.jit
+def _table(
+    words_ptr,  # [COUNT, 4] int32, rows of equal numbers
+    A: tl.constexpr,
+    B: tl.constexpr,
+    C: tl.constexpr,
+    LANE: tl.constexpr,  # dimension of size 4
+    TABLE: tl.constexpr,
+    COUNT: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """The numbers of TABLE. On NVIDIA as tiles that stay in registers: constants would not, because the compiler keeps
+    them in uniform registers, which the byte permute does not take, and copies them before each use."""
+    out = ()
+    if TARGET == "cuda":
+        lane = _count_along(LANE, A if LANE == 0 else 1, B if LANE == 1 else 1, C if LANE == 2 else 1)
+        for i in tl.static_range(COUNT):
+            out = out + (tl.load(words_ptr + (4 * i + lane)),)
+    else:
+        for i in tl.static_range(COUNT):
+            out = out + (tl.full((), TABLE[i], tl.int32),)
+    return out
+
+
+@triton.jit
 def _page_ids(
     table_ptr,
     token,  # first token of the tile, a multiple of 16
@@ -528,7 +645,9 @@ def _load_values(
     RUNS: tl.constexpr,
 ):  # fmt: skip
     """Everything of the values of a tile that is read from the cache: RUNS times words, scale, zero."""
-    start = _row_starts(pages, token, last_group, VALUE_DATA, head, v_group, v_token, BLOCK_SIZE, T // 16) + shift
+    start = (
+        _row_starts(pages, token, last_group, VALUE_DATA, head, v_group, v_token, BLOCK_SIZE, T // 16) + shift
+    )
     out = ()
     for i in tl.static_range(RUNS):
         out = out + _load_words(words_ptr, start + i * VALUE_DATA[1], v_lane, VA, VB, VC, VALUE)
@@ -565,6 +684,7 @@ def decode_kernel(
     seq_lens_ptr,  # [B] int32
     query_start_ptr,  # [B + 1] int32; not read unless MULTI
     sinks_ptr,  # [Hq] fp32; not read unless SINKS and DIRECT
+    tables_ptr,  # [TABLE_WORDS, 4] int32, the numbers of TABLE four times over; read on NVIDIA only
     out_ptr,  # DIRECT: [N, Hq, Dv]; else partial results [N * Hq, S, RP] fp32
     lse_ptr,  # DIRECT: [N, Hq] fp32 natural logarithm; else [N * Hq, S] fp32, base 2
     table_stride,
@@ -591,16 +711,18 @@ def decode_kernel(
     VALUE_ZERO: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     DV: tl.constexpr,
-    TABLE: tl.constexpr,  # centroids, see device._lookup8
+    TABLE: tl.constexpr,  # centroids, see device._lookup8, or tile.ByteTable
+    TABLE_WORDS: tl.constexpr,
     SQUARE_FACTOR: tl.constexpr,  # of the squares of these
     NORM_CORRECTION: tl.constexpr,
-    INT8: tl.constexpr,  # centroids and queries as int8 numbers, the latter in two parts
+    PLANES: tl.constexpr,  # centroids as that many int8 numbers, queries as two; 0: both as fp16
+    BYTE_OFFSET: tl.constexpr,  # what the planes of a centroid leave out
     KWIDTH: tl.constexpr,  # consecutive columns of an operand in a lane
     RUNS: tl.constexpr,  # neighbouring tokens of a value operand in a lane
     LANE_FIRST: tl.constexpr,  # lanes of a row are far apart (AMD), not neighbours (NVIDIA)
     ASCENDING: tl.constexpr,  # see below
     CACHE_ALIGN: tl.constexpr,  # bytes that cache_ptr is aligned to, 16 or 2
-    PREFETCH: tl.constexpr,  # load a tile while the one before it is computed
+    PREFETCH: tl.constexpr,  # read the next tile's codes once this tile's have been decoded
     MULTI: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -667,16 +789,25 @@ def decode_kernel(
     k_index = tl.arange(0, KSPAN)
     queries = ()
     lower = ()
-    if INT8:
+    if PLANES > 0:
         query_sum = tl.zeros((N,), tl.int32)
+        lower_sum = tl.zeros((N,), tl.int32)
         for u in tl.static_range(KUNITS):
-            at = query_ptr.to(tl.pointer_type(tl.int8)) + row[None, :] * (2 * KP) + (u * KSPAN + k_index)[:, None]
+            at = (
+                query_ptr.to(tl.pointer_type(tl.int8))
+                + row[None, :] * (2 * KP)
+                + (u * KSPAN + k_index)[:, None]
+            )
             high8 = tl.load(at, live[None, :], 0)  # [KSPAN, N]
             low8 = tl.load(at + KP, live[None, :], 0)
             query_sum += tl.sum(high8.to(tl.int32) * 256 + low8.to(tl.int32), axis=0)
+            lower_sum += tl.sum(low8.to(tl.int32), axis=0)
             queries = queries + (high8,)
             lower = lower + (low8,)
-        column_offset = query_sum.to(tl.float32) * (0.5 * column_scale)
+        left_out = query_sum.to(tl.float32) * BYTE_OFFSET
+        if PLANES == 2:  # lower * plane 1, as if that were its mean
+            left_out += lower_sum.to(tl.float32) * (63.5 / 128)
+        column_offset = left_out * column_scale
     else:
         for u in tl.static_range(KUNITS):
             at = query_ptr + row[None, :] * KP + (u * KSPAN + k_index)[:, None]
@@ -724,13 +855,13 @@ def decode_kernel(
         shift = (cache_ptr.to(tl.int64) & 3).to(tl.int32)
         words_ptr = (cache_ptr - shift).to(tl.pointer_type(tl.int32))
 
+    table = _table(tables_ptr, KA, KB, KC, KLANE, TABLE, TABLE_WORDS, TARGET)
+
     table_ptr += sequence.to(tl.int64) * table_stride
     some = tile_low < tile_high
     token = start + tile_low * T
     last_token = start + (tile_high - 1) * T  # of the last tile
     pages = _page_ids(table_ptr, token, last_group, some, BLOCK_SIZE, GROUPS)
-    keys_read = ()
-    values_read = ()
     if PREFETCH:
         keys_read = _load_keys(
             cache_ptr, words_ptr, pages, token, last_group, begin, end, head, shift, k_group, k_row, k_lane,
@@ -745,12 +876,15 @@ def decode_kernel(
         # With PREFETCH ``pages`` are those of the next tile, whose keys are read as soon as this tile's have been
         # decoded, and its values likewise: no tile is held twice. Else ``pages`` are this tile's.
         next_token = tl.minimum(token + T, last_token)
-        if not PREFETCH:
-            keys_read = _load_keys(
+        if PREFETCH:
+            k_tile = keys_read
+            v_tile = values_read
+        else:
+            k_tile = _load_keys(
                 cache_ptr, words_ptr, pages, token, last_group, begin, end, head, shift, k_group, k_row, k_lane,
                 KA, KB, KC, T, KEY, KEY_DATA, KEY_NORM, BLOCK_SIZE,
             )  # fmt: skip
-            values_read = _load_values(
+            v_tile = _load_values(
                 cache_ptr, words_ptr, pages, token, last_group, begin, end, head, shift, v_group, v_token, v_lane,
                 VA, VB, VC, T, VALUE, VALUE_DATA, VALUE_SCALE, VALUE_ZERO, BLOCK_SIZE, RUNS,
             )  # fmt: skip
@@ -762,30 +896,38 @@ def decode_kernel(
         else:  # rows start at multiples of 4 but for these terms, so they say how far words must be shifted
             k_at = KEY_DATA[0] + head * KEY_DATA[2] + k_row * KEY_DATA[1]
             v_at = VALUE_DATA[0] + head * VALUE_DATA[2] + v_token * VALUE_DATA[1]
-        k_units = _units(_slice(keys_read, 0, KWORDS), k_at + shift, k_lane, KEY, TARGET)
+        k_units = _units(_slice(k_tile, 0, KWORDS), k_at + shift, k_lane, KEY, TARGET)
 
-        squares = tl.zeros((T, 8), tl.float32)
-        if INT8:
-            upper_dot = tl.zeros((T, N), tl.int32)
-            lower_dot = tl.zeros((T, N), tl.int32)
+        if PLANES > 0:
+            sums = _byte_scores(
+                k_units,
+                queries,
+                lower,
+                T,
+                N,
+                KUNITS,
+                KEY[0],
+                PLANES,
+                table,
+                KWIDTH,
+                SLOW,
+                KROW,
+                KLANE,
+                TARGET,
+            )
+            scores = sums.to(tl.float32) * column_scale[None, :] + column_offset[None, :]
         else:
             scores = tl.zeros((T, N), tl.float32)
-        for u in tl.static_range(KUNITS):
-            keys = _key_operand(k_units[u], T, KEY[0], INT8, TABLE, KWIDTH, SLOW, KROW, KLANE, TARGET)
-            if INT8:
-                upper_dot = tl.dot(keys, queries[u], upper_dot, out_dtype=tl.int32)
-                lower_dot = tl.dot(keys, lower[u], lower_dot, out_dtype=tl.int32)
-            else:
+            squares = tl.zeros((T, 8), tl.float32)
+            for u in tl.static_range(KUNITS):
+                keys = _key_operand(k_units[u], T, KEY[0], table, KWIDTH, SLOW, KROW, KLANE, TARGET)
                 scores = tl.dot(keys, queries[u], scores)
-            if NORM_CORRECTION:
-                ones = _real_columns(u, KEY[1], KEY[2], KEY[3], KEY[4], KEY[6] * 8 // KEY[0], KWIDTH)
-                squares = tl.dot(keys * keys, ones, squares)
-        if INT8:  # centroids are n + 1/2
-            scores = (upper_dot * 256 + lower_dot).to(tl.float32) * column_scale[None, :] + column_offset[None, :]
-        else:
+                if NORM_CORRECTION:
+                    ones = _real_columns(u, KEY[1], KEY[2], KEY[3], KEY[4], KEY[6] * 8 // KEY[0], KWIDTH)
+                    squares = tl.dot(keys * keys, ones, squares)
             scores = scores * column_scale[None, :]
         if KEY[0] != 8:
-            norm = keys_read[KWORDS].to(tl.float32)
+            norm = k_tile[KWORDS].to(tl.float32)
             if NORM_CORRECTION:
                 total = tl.max(squares, axis=1) * SQUARE_FACTOR
                 norm = norm * tl.rsqrt(total + _CENTROID_EPS)
@@ -797,10 +939,10 @@ def decode_kernel(
             )  # fmt: skip
         v_tokens = ()
         for i in tl.static_range(RUNS):
-            v_words = _slice(values_read, i * VWORDS, VWORDS)
+            v_words = _slice(v_tile, i * VWORDS, VWORDS)
             v_tokens = v_tokens + (_units(v_words, v_at + i * VALUE_DATA[1] + shift, v_lane, VALUE, TARGET),)
-        v_scale = values_read[RUNS * VWORDS].to(tl.float32)
-        v_zero = values_read[RUNS * VWORDS + 1].to(tl.float32)
+        v_scale = v_tile[RUNS * VWORDS].to(tl.float32)
+        v_zero = v_tile[RUNS * VWORDS + 1].to(tl.float32)
         if SOFT_CAP:  # cap * tanh(s / cap), then base 2
             grown = tl.exp2(scores * ((1.0 / soft_cap) * (2.0 * _LOG2E)))
             scores = (1.0 - 2.0 / (1.0 + grown)) * (soft_cap * _LOG2E)

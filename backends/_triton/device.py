@@ -26,6 +26,9 @@ __all__ = [
     "funnel",
     "halves",
     "pair_order",
+    "quarters",
+    "spread3",
+    "table_bytes",
     "value_pairs",
     "value_steps",
 ]
@@ -153,14 +156,14 @@ def _interleave(
 @triton.jit
 def _lookup8(
     select,  # int32: eight nibbles, bit 3 of each clear
-    TABLE: tl.constexpr,  # fp16 bits of 8 entries: (high bytes 0-3, high bytes 4-7, low bytes 0-3, low bytes 4-7)
+    TABLE,  # fp16 bits of 8 entries: (high bytes 0-3, high bytes 4-7, low bytes 0-3, low bytes 4-7)
     TARGET: tl.constexpr,
 ):
     """Eight high bytes and eight low bytes -> (high a, low a, high b, low b), four numbers in a and four in b."""
-    h0 = tl.full(select.shape, TABLE[0], tl.int32)
-    h1 = tl.full(select.shape, TABLE[1], tl.int32)
-    l0 = tl.full(select.shape, TABLE[2], tl.int32)
-    l1 = tl.full(select.shape, TABLE[3], tl.int32)
+    h0 = tl.zeros(select.shape, tl.int32) + TABLE[0]
+    h1 = tl.zeros(select.shape, tl.int32) + TABLE[1]
+    l0 = tl.zeros(select.shape, tl.int32) + TABLE[2]
+    l1 = tl.zeros(select.shape, tl.int32) + TABLE[3]
     if TARGET == "hip":
         a = select & 0x07070707
         b = (select >> 4) & 0x07070707
@@ -178,10 +181,11 @@ def _lookup8(
 @triton.jit
 def centroid_pairs4(
     word,  # int32: eight 4-bit codes
-    TABLE: tl.constexpr,  # fp16 bits of the eight positive centroids, ascending, as in _lookup8
+    TABLE,  # fp16 bits of the eight positive centroids, ascending, as in _lookup8
     TARGET: tl.constexpr,
 ):
-    """Centroids of eight 4-bit codes, as four pairs. The codebook is antisymmetric: c(15 - i) = -c(i).
+    """Centroids of eight 4-bit codes, as four pairs. The codebook is antisymmetric: c(15 - i) = -c(i). TABLE[4] is
+    0x7F7F7F7F, for NVIDIA.
 
     About 19 instructions for eight codes: 4 for the magnitude's index, 4 look-ups, 4 interleaves, the signs.
     """
@@ -193,7 +197,7 @@ def centroid_pairs4(
         ha |= (negative << 4) & -0x7F7F7F80
         hb |= negative & -0x7F7F7F80
     elif TARGET == "cuda":  # a selector with bit 3 set replicates the sign of its byte: 0x7F gives 0x00
-        full = tl.full(word.shape, 0x7F7F7F7F, tl.int32)
+        full = tl.zeros(word.shape, tl.int32) + TABLE[4]
         ha |= (byte_permute(full, full, word, TARGET) << 1) & -0x7F7F7F80
         hb |= (byte_permute(full, full, word >> 16, TARGET) << 1) & -0x7F7F7F80
     else:
@@ -205,55 +209,47 @@ def centroid_pairs4(
 
 
 @triton.jit
-def centroid_bytes(
-    codes,  # int32: eight 4-bit codes, or eight 3-bit codes in bits 0 to 23
-    TABLE: tl.constexpr,  # int8 magnitudes of the positive centroids, ascending: bytes 0-3, bytes 4-7
-    BITS: tl.constexpr,
+def table_bytes(
+    select,  # int32: eight nibbles
+    low,  # int32: bytes 0 to 3 of the table, all below 128 unless nibbles are below 8
+    high,  # int32: bytes 4 to 7
     TARGET: tl.constexpr,
 ):
-    """Centroids of eight codes as two words of four int8 numbers: n stands for n + 1/2, so ~n is -n.
+    """Eight bytes of a table of eight, as two words; 0 for nibbles above 7. Three instructions on NVIDIA.
 
-    13 instructions for eight 4-bit codes; 3-bit codes look up all eight centroids.
+    NVIDIA's instruction fills a byte with the sign of the one selected where bit 3 of a selector is set: with 0, since
+    bytes below 128 have none. Elsewhere the portable code runs: no other target takes this route.
     """
-    t0 = tl.full(codes.shape, TABLE[0], tl.int32)
-    t1 = tl.full(codes.shape, TABLE[1], tl.int32)
-    if BITS == 3:
-        select = _spread3(codes)
-        a = byte_permute(t0, t1, select, TARGET)
-        b = byte_permute(t0, t1, select >> 16, TARGET)
+    low += tl.zeros(select.shape, tl.int32)
+    high += tl.zeros(select.shape, tl.int32)
+    if TARGET == "cuda":
+        first = byte_permute(low, high, select, "cuda")
+        second = byte_permute(low, high, select >> 16, "cuda")
     else:
-        negative = ~codes & -0x77777778  # 0x88888888: codes below 8
-        ones = (negative.to(tl.uint32, bitcast=True) >> 3).to(tl.int32, bitcast=True)
-        select = (codes ^ (negative - ones)) & 0x77777777  # |c| is entry 7 - i, or i - 8
-        a = byte_permute(t0, t1, select, TARGET) ^ _byte_signs(codes, TARGET)
-        b = byte_permute(t0, t1, select >> 16, TARGET) ^ _byte_signs(codes >> 16, TARGET)
-    return a, b
+        first = byte_permute(low, high, select, "portable") & ~_spread_signs_full(select)
+        second = byte_permute(low, high, select >> 16, "portable") & ~_spread_signs_full(select >> 16)
+    return first, second
 
 
 @triton.jit
-def _byte_signs(
-    codes,  # int32: four 4-bit codes in bits 0 to 15
-    TARGET: tl.constexpr,
+def _spread_signs_full(
+    select,  # int32: four nibbles in bits 0 to 15
 ):
-    """Four bytes: 0xFF for codes below 8, 0 for the others."""
-    if TARGET == "cuda":  # a selector with bit 3 set replicates the sign of its byte: 0x7F gives 0x00
-        full = tl.full(codes.shape, 0x7F7F7F7F, tl.int32)
-        low = byte_permute(full, full, codes, TARGET)
-        out = low | (low << 1)
-    else:
-        sign = _spread_signs(~codes)
-        out = (sign - ((sign.to(tl.uint32, bitcast=True) >> 7).to(tl.int32, bitcast=True))) | sign
-    return out
+    """Four bytes: 0xFF for nibbles above 7, 0 for the others."""
+    sign = _spread_signs(select)
+    return (sign - ((sign.to(tl.uint32, bitcast=True) >> 7).to(tl.int32, bitcast=True))) | sign
 
 
 @triton.jit
-def _spread3(
+def spread3(
     group,  # int32: eight 3-bit codes in bits 0 to 23; the others are ignored
 ):
-    """The codes as eight nibbles."""
-    x = (group & 0xFFF) | ((group << 4) & 0x0FFF0000)
-    x = (x & 0x003F003F) | ((x << 2) & 0x3F003F00)
-    return (x & 0x07070707) | ((x << 1) & 0x70707070)
+    """The codes as eight nibbles: the upper half of what is left moves up, three times. A sum does the work of a
+    shift and an OR, and of two AND."""
+    x = group & 0xFFFFFF
+    x += (x & 0xFFF000) * 15
+    x += (x & 0x0FC00FC0) * 3
+    return x + (x & 0x38383838)
 
 
 @triton.jit
@@ -272,11 +268,11 @@ def _spread_signs(
 @triton.jit
 def centroid_pairs3(
     group,  # int32: eight 3-bit codes in bits 0 to 23; the others are ignored
-    TABLE: tl.constexpr,  # fp16 bits of the eight centroids, ascending, as in _lookup8
+    TABLE,  # fp16 bits of the eight centroids, ascending, as in _lookup8
     TARGET: tl.constexpr,
 ):
     """Centroids of eight 3-bit codes, as four pairs: codes spread to nibbles, then one table of eight entries."""
-    ha, la, hb, lb = _lookup8(_spread3(group), TABLE, TARGET)
+    ha, la, hb, lb = _lookup8(spread3(group), TABLE, TARGET)
     p0, p1 = _interleave(ha, la, TARGET)
     p2, p3 = _interleave(hb, lb, TARGET)
     return p0, p1, p2, p3
@@ -360,7 +356,12 @@ def _magic(
         mask = tl.full(word.shape, MASK, tl.int32)
         base = tl.full(word.shape, 0x64006400, tl.int32)
         out = tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r", [word, mask, base], dtype=tl.int32, is_pure=True, pack=1
+            "lop3.b32 $0, $1, $2, $3, 0xEA;",
+            "=r,r,r,r",
+            [word, mask, base],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
         )
     else:
         out = (word & MASK) | 0x64006400

@@ -50,7 +50,8 @@ ARGUMENTS: Mapping[str, Any] = {
     "query_ptr": torch.float16, "query_scale_ptr": torch.float32, "matrix_ptr": torch.float16,
     "prepared_ptr": torch.float16,
     "scale_ptr": torch.float32, "cache_ptr": torch.uint8, "table_ptr": torch.int32, "seq_lens_ptr": torch.int32,
-    "query_start_ptr": torch.int32, "sinks_ptr": torch.float32, "lse_ptr": torch.float32, "out_ptr": torch.float32,
+    "query_start_ptr": torch.int32, "sinks_ptr": torch.float32, "tables_ptr": torch.int32,
+    "lse_ptr": torch.float32, "out_ptr": torch.float32,
     "part_ptr": torch.float32, "part_lse_ptr": torch.float32,
     "rows": 1, "batch": 1, "token_stride": 1, "head_stride": 1, "table_stride": 1, "out_token_stride": 1,
     "out_head_stride": 1, "lse_token_stride": 1, "lse_head_stride": 1, "window": 1, "splits": 1, "min_tiles": 1,
@@ -59,8 +60,9 @@ ARGUMENTS: Mapping[str, Any] = {
 """Stand-ins for the arguments of the kernels, for compiling them ahead of time."""
 
 _ROWS_PER_PREPARE = 16
-_MAX_SPLITS = 64
-_REDUCE_CHUNK = 8
+MAX_SPLITS = 256
+"""Of a sequence."""
+_FEW_SPLITS = 64  # up to here a warp joins the splits of a row, beyond it four
 
 
 def target_kind(vendor: str) -> str:
@@ -113,6 +115,7 @@ class Launch:
     splits: int
     min_tiles: int
     matrix: torch.Tensor
+    tables: torch.Tensor
     plan: DecodePlan
 
 
@@ -149,22 +152,20 @@ class DecodePlan:
             base["value_lanes"],
             alignment(layout, "value_data", cache_alignment),
         )
-        # int8 centroids are as good as those of a bf16 kernel, not as those of an fp16 one
-        self.int8 = (
-            base["int8_keys"]
-            and layer.dtype == "bf16"
-            and not preset.fp8_keys
-            and not corrects_norm(layout)
-        )
-        width = base["key_width"] * (2 if self.int8 else 1)
-        self.matrix, factor = query_matrix(layout, self.key, self.kind, width, self.int8)
-        planes: tuple[int, ...] = (0, 0, 0, 0)
-        square_factor = 1.0
-        if self.int8:
-            planes = byte_table(layout.head_size, preset.key_bits).words
+        self.planes = 0
+        if base["int8_keys"] and not preset.fp8_keys and not corrects_norm(layout):
+            # one plane is better than a bf16 codebook, but not than an fp16 one
+            self.planes = 1 if preset.key_bits == 3 and layer.dtype == "bf16" else 2
+        width = base["key_width"] * (2 if self.planes else 1)
+        self.matrix, factor = query_matrix(layout, self.key, self.kind, width, self.planes)
+        table: tuple[int, ...] = (0,)
+        square_factor, offset = 1.0, 0.0
+        if self.planes:
+            bytes_ = byte_table(layout.head_size, preset.key_bits, self.planes)
+            table, offset = bytes_.words, bytes_.offset
         elif not preset.fp8_keys:
-            table = centroid_table(layout.head_size, preset.key_bits)
-            planes, square_factor = table.planes, table.square_factor
+            pairs = centroid_table(layout.head_size, preset.key_bits)
+            table, square_factor = (*pairs.planes, 0x7F7F7F7F), pairs.square_factor
         self.factor = factor if layer.soft_cap is not None else factor * LOG2E
         group = layer.gqa_ratio
         self.constants: dict[str, Any] = {
@@ -180,10 +181,12 @@ class DecodePlan:
             "VALUE_ZERO": self._field("value_zero", 2),
             "BLOCK_SIZE": layout.block_size,
             "DV": layout.value_head_size,
-            "TABLE": planes,
+            "TABLE": table,
+            "TABLE_WORDS": len(table),
             "SQUARE_FACTOR": square_factor,
             "NORM_CORRECTION": corrects_norm(layout),
-            "INT8": self.int8,
+            "PLANES": self.planes,
+            "BYTE_OFFSET": offset,
             "KWIDTH": width,
             "RUNS": base["token_runs"],
             "LANE_FIRST": base["lane_first"],
@@ -238,8 +241,9 @@ class DecodePlan:
             "KP": self.key.columns,
             "KP2": triton.next_power_of_2(self.key.columns),
             "R": _ROWS_PER_PREPARE,
-            "CHUNK": min(64, triton.next_power_of_2(d)),
-            "INT8": self.int8,
+            # padded sizes carry masks, in scalar registers that run out: fewer dims at once
+            "CHUNK": min(64, d) if d & (d - 1) == 0 else 32,
+            "INT8": self.planes > 0,
             "num_warps": 4,
             "num_stages": 1,
             "enable_fp_fusion": True,
@@ -266,20 +270,20 @@ class DecodePlan:
             ),
         }
 
-    def reduce_constants(self, multi: bool, write_lse: bool) -> dict[str, Any]:
-        """Constexprs and options of the reduce kernel."""
+    def reduce_constants(self, multi: bool, write_lse: bool, many: bool) -> dict[str, Any]:
+        """Constexprs and options of the reduce kernel. many: for up to MAX_SPLITS splits, not _FEW_SPLITS."""
         return {
             "HQ": self.layer.num_heads,
             "DV": self.layout.value_head_size,
             "VALUE": self.constants["VALUE"],
             "RP": self.value.rows,
             "RP2": triton.next_power_of_2(self.value.rows),
-            "CHUNK": _REDUCE_CHUNK,
-            "MAX_SPLITS": _MAX_SPLITS,
+            "CHUNK": 32 if many else 8,
+            "MAX_SPLITS": MAX_SPLITS if many else _FEW_SPLITS,
             "MULTI": multi,
             "SINKS": self.layer.sinks,
             "WRITE_LSE": write_lse,
-            "num_warps": 1,
+            "num_warps": 4 if many else 1,
             "num_stages": 1,
             "enable_fp_fusion": True,
         }
@@ -297,7 +301,7 @@ class DecodePlan:
             choice["programs_per_cu"] * compute_units // programs
         )  # whole waves: never a few programs more
         longest = -(-visible // max(choice["min_tokens"], choice["tokens"]))
-        return max(1, min(wanted, longest, _MAX_SPLITS))
+        return max(1, min(wanted, longest, MAX_SPLITS))
 
 
 class TritonOps:
@@ -315,8 +319,8 @@ class TritonOps:
         splits: int | None = None,
         tuning: Mapping[str, Any] | None = None,
     ) -> None:
-        if splits is not None and not 1 <= splits <= _MAX_SPLITS:
-            raise SpecError("splits", splits, f"1 to {_MAX_SPLITS}")
+        if splits is not None and not 1 <= splits <= MAX_SPLITS:
+            raise SpecError("splits", splits, f"1 to {MAX_SPLITS}")
         self.layer = decision.layer
         self.layout = layout
         self.decision = decision
@@ -326,6 +330,7 @@ class TritonOps:
         self._plans = {True: self.plan}
         self._launches: dict[tuple[Any, ...], Launch] = {}
         self._matrix: dict[tuple[torch.device, bool], torch.Tensor] = {}
+        self._tables: dict[tuple[torch.device, bool], torch.Tensor] = {}
         self._window = self.layer.window or 0
         self._soft_cap = self.layer.soft_cap or 0.0
         self._store = Store(layout, decision.target.vendor)
@@ -399,7 +404,7 @@ class TritonOps:
         query_token, query_head, _ = query.stride()
         launch.prepare(query, launch.matrix, queries, query_scales, rows, query_token, query_head)
         launch.decode(
-            queries, query_scales, cache, block_table, seq_lens, starts, some_sinks,
+            queries, query_scales, cache, block_table, seq_lens, starts, some_sinks, launch.tables,
             out if direct else part,
             some_lse if direct else part_lse,
             block_table.stride(0), out_token, out_head, lse_token, lse_head,
@@ -439,6 +444,7 @@ class TritonOps:
         units = _compute_units(device)
         lengths = sorted({1, max_query_len, *(1 << i for i in range((max_query_len - 1).bit_length()))})
         modes: set[tuple[int, bool, bool]] = set()
+        sizes: set[bool] = set()
         nbytes = 0
         for batch in range(1, max_batch + 1):
             for length in lengths:
@@ -446,6 +452,7 @@ class TritonOps:
                 columns = plan.columns(length)
                 rows = batch * length * self.layer.num_heads
                 nbytes = max(nbytes, space.needed(rows, plan.key.columns, splits, plan.value.rows))
+                sizes |= {s > _FEW_SPLITS for s in (2, splits)}
                 modes |= {(columns, multi, s == 1) for multi in {length > 1, True} for s in {1, splits}}
                 if length == 1:
                     modes |= {(columns, False, s == 1) for s in {1, splits}}
@@ -460,9 +467,9 @@ class TritonOps:
                 else:
                     constants = plan.decode_constants(columns, multi, False, False)
                     compiled.append(self._compile(decode_kernel, constants, {}))
-                    compiled.append(
-                        self._compile(reduce_kernel, plan.reduce_constants(multi, write), {"out_ptr": dtype})
-                    )
+                    for many in sorted(sizes):
+                        constants = plan.reduce_constants(multi, write, many)
+                        compiled.append(self._compile(reduce_kernel, constants, {"out_ptr": dtype}))
         return len({id(kernel) for kernel in compiled})
 
     @staticmethod
@@ -480,8 +487,11 @@ class TritonOps:
 
     def _load_matrix(self, device: torch.device, aligned: bool) -> None:
         if (device, aligned) not in self._matrix:
-            matrix = torch.from_numpy(self._plans[aligned].matrix)
+            plan = self._plans[aligned]
+            matrix = torch.from_numpy(plan.matrix)
             self._matrix[device, aligned] = matrix.to(device=device, dtype=torch.float16)
+            words = torch.tensor(plan.constants["TABLE"], dtype=torch.int32)
+            self._tables[device, aligned] = words.repeat_interleave(4).to(device)
 
     def _make_launch(
         self,
@@ -513,11 +523,13 @@ class TritonOps:
         heads = self.layer.num_kv_heads * plan.column_tiles(max_query_len)
         reduce = None
         if not direct:
-            reduce = Kernel(reduce_kernel, (rows, 1, 1), plan.reduce_constants(not single, not no_lse))
+            reduce = Kernel(
+                reduce_kernel,
+                (rows, 1, 1),
+                plan.reduce_constants(not single, not no_lse, splits > _FEW_SPLITS),
+            )
         return Launch(
-            prepare=Kernel(
-                prepare_kernel, (-(-rows // _ROWS_PER_PREPARE), 1, 1), plan.prepare_constants()
-            ),
+            prepare=Kernel(prepare_kernel, (-(-rows // _ROWS_PER_PREPARE), 1, 1), plan.prepare_constants()),
             decode=Kernel(
                 decode_kernel,
                 (heads, splits, batch),
@@ -529,6 +541,7 @@ class TritonOps:
             splits=splits,
             min_tiles=1 if self.fixed_splits else -(-choice["min_tokens"] // choice["tokens"]),
             matrix=self._matrix[device, aligned],
+            tables=self._tables[device, aligned],
             plan=plan,
         )
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from ...codebook import cell_probabilities, lloyd_max, rotation
 from ...layouts import Layout
-from ...spec import NormMeaning
+from ...spec import NormMeaning, SpecError
 from .device import FP8_SCALE, pair_order
 
 __all__ = [
@@ -221,62 +221,77 @@ def centroid_table(head_size: int, bits: int) -> CentroidTable:
 
 @dataclass(frozen=True, slots=True)
 class ByteTable:
-    """Centroids as int8 numbers n that stand for n + 1/2, so that ~n is -n: the positive half of 4-bit ones, or all
-    3-bit ones.
+    """Centroids as one or two int8 numbers: plane 0 + plane 1 / 128 + offset, times factor.
 
-    words: eight bytes, as device functions take them. values: n + 1/2. factor: what these must be multiplied by.
+    words: the planes, each as eight bytes (3-bit codes) or twice eight (4-bit codes: below 8, above 7), all of which
+    but plane 0 of 3-bit codes are below 128. values: the numbers, offset included, ascending.
     """
 
-    words: tuple[int, int]
+    words: tuple[int, ...]
     values: Any
+    offset: float
     factor: float
 
 
+_SHIFT = {1: 0, 2: 7}
+"""Bits of plane 1."""
+
+
 @cache
-def _best_bytes(bits: int) -> tuple[Any, float]:
-    """(n, factor) for the unit normal; see :func:`byte_table`."""
+def _best_integers(bits: int, planes: int) -> tuple[Any, float]:
+    """(n, factor) for the positive half of the unit normal's codebook, n + 1/2 standing for a centroid; see
+    :func:`byte_table`."""
     c = lloyd_max(bits)
     weight = cell_probabilities(c, None)
     half = len(c) // 2
     c, weight = c[half:], weight[half:]
+    most = (128 if bits == 3 or planes == 1 else 64) << _SHIFT[planes]
 
     def rounded(top: float) -> tuple[float, Any, float]:
-        n = np.clip(np.round(c * (top / c[-1]) - 0.5), 0, 127)
+        n = np.clip(np.round(c * (top / c[-1]) - 0.5), 0, most - 1)
         t = n + 0.5
         factor = (weight * c * t).sum() / (weight * t * t).sum()
         return float((weight * (factor * t - c) ** 2).sum()), n.astype(np.int64), float(factor)
 
-    return min((rounded(64 + i / 16) for i in range(1017)), key=lambda r: r[0])[1:]
+    return min((rounded(most * (0.5 + i / 2048)) for i in range(1025)), key=lambda r: r[0])[1:]
 
 
-def byte_table(head_size: int, bits: int) -> ByteTable:
+def byte_table(head_size: int, bits: int, planes: int) -> ByteTable:
     """The table of the decode kernel's int8 route: of a thousand stretches the one at which the rounded codebook is
-    closest to a multiple of the exact one. What remains is 0.36 % (4 bits) or 0.07 % (3 bits) of a key's length,
-    against 0.15 % and 0.18 % where the codebook is rounded to bf16, and 9.7 % and 18.6 % that quantisation costs.
+    closest to a multiple of the exact one. One plane leaves 0.07 % of a key's length with 3 bits (rounding the
+    codebook to bf16: 0.18 %), two planes less than 0.01 %.
     """
-    n, factor = _best_bytes(bits)
-    if bits == 3:
-        n = np.concatenate([~n[::-1], n])
-    packed = [sum(int(v & 255) << (8 * i) for i, v in enumerate(n[k : k + 4])) for k in (0, 4)]
-    low, high = (p - (1 << 32) if p >> 31 else p for p in packed)
-    return ByteTable((low, high), n + 0.5, factor * head_size**-0.5)
+    if planes not in _SHIFT or (bits == 4 and planes != 2):
+        raise SpecError("planes", planes, "2, or with 3-bit keys 1")
+    n, factor = _best_integers(bits, planes)
+    n = np.concatenate([~n[::-1], n])
+    middle = 0 if bits == 3 else 64 << _SHIFT[planes]
+    shifted = n + middle  # 4 bits: not negative
+    words: tuple[int, ...] = ()
+    for plane in (shifted >> _SHIFT[planes], shifted & 127)[:planes]:
+        for k in range(0, len(plane), 4):
+            word = sum(int(v & 255) << (8 * i) for i, v in enumerate(plane[k : k + 4]))
+            words += (word - (1 << 32) if word >> 31 else word,)
+    scale = 1 << _SHIFT[planes]
+    return ByteTable(words, (n + 0.5) / scale, (0.5 - middle) / scale, factor * scale * head_size**-0.5)
 
 
 def query_matrix(
-    layout: Layout, tile: KeyTile, target: str, width: int, int8: bool = False
+    layout: Layout, tile: KeyTile, target: str, width: int, planes: int = 0
 ) -> tuple[Any, float]:
     """(matrix [columns, D] of -1, 0 and 1, factor): permuted query = matrix @ query, times the factor in the score.
 
     The factor holds everything that is the same for all scores: 1/sqrt(D) of the rotation, and the scale of the
     key numbers.
     """
-    dims = tile.dims(target, width, int8)
+    dims = tile.dims(target, width, planes > 0)
     if layout.preset.fp8_keys:
         full, factor = np.eye(layout.head_size), FP8_SCALE
     else:
         full = np.sign(rotation(layout.head_size))
-        table = (byte_table if int8 else centroid_table)(layout.head_size, layout.preset.key_bits)
-        factor = table.factor / layout.head_size**0.5
+        size, bits = layout.head_size, layout.preset.key_bits
+        factor = byte_table(size, bits, planes).factor if planes else centroid_table(size, bits).factor
+        factor /= size**0.5
     rows = [full[d] if d >= 0 else np.zeros(layout.head_size) for d in dims]
     return np.stack(rows), factor
 
