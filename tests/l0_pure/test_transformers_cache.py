@@ -219,7 +219,7 @@ def test_packed_attention_is_that_over_dequantised(kind: str, head_size: int, dt
         want = None
         if isinstance(key, tq.PackedChunk):
             assert key.is_causal(mask)
-            want = tq._native_attention(module, query, *key.dense(), mask, more["dropout"], more["scaling"], **{
+            want = tq.native_attention(module, query, *key.dense(), mask, more["dropout"], more["scaling"], **{
                 k: v for k, v in more.items() if k not in ("dropout", "scaling")
             })[0]  # fmt: skip
         found = tq.packed_attention(module, query, key, value, mask, **more)

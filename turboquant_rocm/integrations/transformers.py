@@ -57,6 +57,7 @@ __all__ = [
     "PackedLayer",
     "TurboQuantCache",
     "UnsupportedError",
+    "native_attention",
     "packed_attention",
 ]
 
@@ -457,7 +458,7 @@ def packed_attention(
     values with that mask, which is logged once. Returns out [B, q, Hq, Dv] and None or the weights.
     """
     if not isinstance(key, PackedChunk):
-        return _native_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        return native_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if dropout:
         raise UnsupportedError(f"dropout={dropout}: attention over a packed cache is for inference")
     for name in ("output_attentions", "position_bias"):
@@ -470,7 +471,7 @@ def packed_attention(
         )
         dense = key.dense()
         key.done()
-        return _native_attention(module, query, *dense, attention_mask, dropout, scaling, **kwargs)
+        return native_attention(module, query, *dense, attention_mask, dropout, scaling, **kwargs)
     layer = key.layer.bound.layer
     if kwargs.get("softcap") != layer.soft_cap:
         raise SpecError(
@@ -485,7 +486,7 @@ def packed_attention(
     return out, None
 
 
-def _native_attention(
+def native_attention(
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
