@@ -27,6 +27,7 @@ HEAVY = (
     "turboquant_rocm.bench.measure",
     "turboquant_rocm.bench.timing",
     "turboquant_rocm.bench.tune",
+    "turboquant_rocm.compressed_store",
     "turboquant_rocm.continuation",
     "turboquant_rocm.evaluation.attention",
     "turboquant_rocm.evaluation.compare",
@@ -35,6 +36,7 @@ HEAVY = (
     "turboquant_rocm.layouts.convert",
     "turboquant_rocm.layouts.views",
     "turboquant_rocm.ops",
+    "turboquant_rocm.paper",
     "turboquant_rocm.quantizers",
 )
 """Prefixes of modules that may import a framework when they are imported. Everything else must not."""
