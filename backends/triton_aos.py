@@ -32,6 +32,7 @@ BACKEND = register(
             OneOf(Code.LAYER_KIND, (AttentionKind.FULL, AttentionKind.SLIDING)),
             OneOf(Code.KEY_BITS, (8, 4, 3)),
             OneOf(Code.VALUE_BITS, (4, 3)),
+            Without(Code.ROTATED_VALUES),
             OneOf(Code.HEAD_SIZE, HEAD_SIZES),
             OneOf(Code.VALUE_HEAD_SIZE, HEAD_SIZES),
             AtMost(Code.GQA_RATIO, limit=128),

@@ -11,7 +11,8 @@ from ..spec import Preset, SpecError
 __all__ = ["FIELD_NAMES", "FP16_BYTES", "Slot", "packed_bytes"]
 
 FIELD_NAMES: Final = ("key_data", "key_norm", "value_data", "value_scale", "value_zero")
-"""Every part of a slot, in AoS order. FP8 presets have no ``key_norm``."""
+"""Every part of a slot, in AoS order. FP8 presets have no ``key_norm``. With rotated values there is no ``value_zero``,
+and ``value_scale`` is ||v|| / ||c||, c the centroid vector."""
 
 FP16_BYTES: Final = 2
 
@@ -33,19 +34,21 @@ class Slot:
 
     @classmethod
     def of(cls, preset: Preset, head_size: int, value_head_size: int) -> Slot:
-        """The slot of ``preset``; SpecError if the keys must be rotated and ``head_size`` has no rotation."""
+        """The slot of ``preset``; SpecError if keys or values must be rotated and their width has no rotation."""
         if head_size < 1:
             raise SpecError("head_size", head_size, "an integer >= 1")
         if value_head_size < 1:
             raise SpecError("value_head_size", value_head_size, "an integer >= 1")
+        if preset.rotated_values:
+            rotation_factors(value_head_size)
+        value = {
+            "value_data": packed_bytes(value_head_size, preset.value_bits),
+            "value_zero": 0 if preset.rotated_values else FP16_BYTES,
+        }
         if preset.fp8_keys:
-            return cls(head_size, 0, packed_bytes(value_head_size, preset.value_bits))
+            return cls(head_size, 0, **value)
         rotation_factors(head_size)
-        return cls(
-            packed_bytes(head_size, preset.key_bits),
-            FP16_BYTES,
-            packed_bytes(value_head_size, preset.value_bits),
-        )
+        return cls(packed_bytes(head_size, preset.key_bits), FP16_BYTES, **value)
 
     @property
     def parts(self) -> tuple[tuple[str, int], ...]:

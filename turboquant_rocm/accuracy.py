@@ -179,16 +179,21 @@ def ideal_keys(
     """What keys [T, Hk, D] float64 must read back as, from the definition: dense rotation, nearest code, fp16 norm."""
     if layout.preset.fp8_keys:
         return key.sign() * _nearest(key.abs(), _e4m3_magnitudes().to(key.device))
-    d, bits = layout.head_size, layout.preset.key_bits
-    turn = torch.tensor(rotation(d), device=key.device)
-    norm = key.norm(dim=-1, keepdim=True)
-    table = torch.tensor(centroids(d, bits), dtype=torch.float64, device=key.device)
-    c = _nearest(key / (norm + 1e-8) @ turn.T, table)
+    folded = layout.norm_meaning is NormMeaning.FOLDED
+    return _ideal_codes(key, layout.preset.key_bits, folded, layout.preset.norm_correction)
+
+
+def _ideal_codes(x: torch.Tensor, bits: int, folded: bool, norm_correction: bool) -> torch.Tensor:
+    d = x.shape[-1]
+    turn = torch.tensor(rotation(d), device=x.device)
+    norm = x.norm(dim=-1, keepdim=True)
+    table = torch.tensor(centroids(d, bits), dtype=torch.float64, device=x.device)
+    c = _nearest(x / (norm + 1e-8) @ turn.T, table)
     length = c.norm(dim=-1, keepdim=True)
-    if layout.norm_meaning is NormMeaning.FOLDED:
+    if folded:
         size = _fp16(norm / length)
     else:
-        size = _fp16(norm) / (length if layout.preset.norm_correction else 1.0)
+        size = _fp16(norm) / (length if norm_correction else 1.0)
     return size * c @ turn
 
 
@@ -212,7 +217,9 @@ def ideal_values(
     value: torch.Tensor,  # [T, Hk, Dv] float64, finite
     layout: Layout,
 ) -> torch.Tensor:
-    """What values [T, Hk, Dv] float64 must read back as: uniform codes, fp16 scale and zero point."""
+    """What values [T, Hk, Dv] float64 must read back as: uniform codes, fp16 scale and zero point; or as keys."""
+    if layout.preset.rotated_values:
+        return _ideal_codes(value, layout.preset.value_bits, folded=True, norm_correction=True)
     v = value.clamp(-FP16_MAX, FP16_MAX)
     zero, step = v.amin(-1, keepdim=True), _value_step(v, layout)
     codes = ((v - zero) / step + 0.5).floor().clamp(0, 2**layout.preset.value_bits - 1)
@@ -286,7 +293,10 @@ def compare_stored(
         if name.endswith("_data"):
             wrong |= (steps.amax(-1) > 1) | (off > max(1, steps.shape[-1] // 32))
         else:
-            allowed = torch.where(tied["key_data"], 32, 1) if name == "key_norm" else 1
+            of = {"key_norm": "key_data"}
+            if layout.preset.rotated_values:
+                of["value_scale"] = "value_data"
+            allowed = torch.where(tied[of[name]], 32, 1) if name in of else 1
             wrong |= steps[..., 0] > allowed
     rest = []
     for cache in (got, want):
@@ -521,7 +531,10 @@ def measure(
     allowed = (2 * _row_errors(plain, wanted, query.dtype)).nan_to_num(tolerance).clamp(min=tolerance)
 
     steps = _value_step(exact_value.clamp(-FP16_MAX, FP16_MAX), layout)
-    theory = layer.value_size * steps.square().sum() / 12  # uniform rounding: step**2 / 12 per coordinate
+    uniform = layer.value_size * steps.square().sum() / 12  # rounding: step**2 / 12 per coordinate
+    value_theory = float(_ratio(uniform, exact_value.square().sum()))
+    if preset.rotated_values:
+        value_theory = GAUSSIAN_MSE[preset.value_bits]
     key_theory = FP8_NMSE if preset.fp8_keys else GAUSSIAN_MSE[preset.key_bits]
     probe = probe_keys(layer.head_size)
     bits_free = 2 * (layer.head_size + layer.value_size) * layer.num_kv_heads
@@ -542,7 +555,7 @@ def measure(
         key_nmse_theory=key_theory,
         key_nmse_ideal=_nmse(key_ideal, exact_key),
         value_nmse=_nmse(read.value, exact_value),
-        value_nmse_theory=float(_ratio(theory, exact_value.square().sum())),
+        value_nmse_theory=value_theory,
         value_nmse_ideal=_nmse(value_ideal, exact_value),
         off_ideal=max(
             _off_ideal(read.key, key_ideal, exact_key), _off_ideal(read.value, value_ideal, exact_value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from importlib import resources
 from types import MappingProxyType
@@ -9,7 +10,7 @@ from typing import Any, Final
 
 import yaml
 
-from .spec import Preset, SpecError
+from .spec import ROTATED_VALUES, Preset, SpecError
 
 __all__ = ["get_preset", "load_yaml", "parse_yaml", "preset_names", "presets"]
 
@@ -93,12 +94,19 @@ def preset_names() -> tuple[str, ...]:
 
 
 def get_preset(name: str | Preset) -> Preset:
-    """The preset called ``name``; the prefix ``turboquant_`` may be left out. SpecError names the choices."""
+    """The preset called ``name``; the prefix ``turboquant_`` may be left out. SpecError names the choices.
+
+    With ``+rotated_values`` behind the name, the same preset with rotated values (see :class:`.spec.Preset`).
+    """
     if isinstance(name, Preset):
         return name
     table = presets()
     if isinstance(name, str):
-        for candidate in (name, f"turboquant_{name}"):
+        plain = name.removesuffix(ROTATED_VALUES)
+        for candidate in (plain, f"turboquant_{plain}"):
             if candidate in table:
-                return table[candidate]
-    raise SpecError("preset", name, "one of " + ", ".join(table))
+                found = table[candidate]
+                if plain == name:
+                    return found
+                return replace(found, name=candidate + ROTATED_VALUES, rotated_values=True)
+    raise SpecError("preset", name, f"one of {', '.join(table)}, each also with {ROTATED_VALUES}")

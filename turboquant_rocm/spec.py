@@ -120,6 +120,8 @@ WINDOWED: Final = (AttentionKind.SLIDING, AttentionKind.MLA)
 """Kinds of layers that may have a sliding window."""
 
 FP8_KEY_BITS: Final = 8
+ROTATED_VALUES: Final = "+rotated_values"
+"""Ends the name of every preset with rotated values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,8 @@ class Preset:
 
     key_bits: 8 is FP8 E4M3FN without rotation; 2, 3 and 4 are Lloyd-Max codes of the rotated unit vector.
     value_bits: uniform codes between the vector's own minimum and maximum.
+    rotated_values: values are Lloyd-Max codes of the rotated unit vector and a folded norm instead, as keys are; two
+    bytes less per slot. The name then ends in ``ROTATED_VALUES``, so that caches' tags differ.
     norm_correction: the centroid vector is renormalised (once, by the store kernel or by every reader: see
     :class:`NormMeaning`).
     """
@@ -137,8 +141,13 @@ class Preset:
     value_bits: int
     norm_correction: bool
     description: str = field(default="", compare=False)
+    rotated_values: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.rotated_values, bool):
+            raise SpecError("rotated_values", self.rotated_values, "true or false")
+        if self.rotated_values != self.name.endswith(ROTATED_VALUES):
+            raise SpecError("name", self.name, f"{ROTATED_VALUES} at the end exactly with rotated values")
         if self.key_bits not in (2, 3, 4, FP8_KEY_BITS):
             raise SpecError("key_bits", self.key_bits, "one of 8 (FP8), 4, 3, 2")
         if self.value_bits not in (2, 3, 4):

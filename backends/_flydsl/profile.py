@@ -28,6 +28,7 @@ def declaration(arch: str, priority: int) -> Backend:
             OneOf(Code.LAYER_KIND, (AttentionKind.FULL, AttentionKind.SLIDING)),
             OneOf(Code.KEY_BITS, (4,)),
             OneOf(Code.VALUE_BITS, (4,)),
+            Without(Code.ROTATED_VALUES),
             OneOf(Code.HEAD_SIZE, (DIM,)),
             OneOf(Code.VALUE_HEAD_SIZE, (DIM,)),
             AtMost(Code.GQA_RATIO, limit=COLUMNS),

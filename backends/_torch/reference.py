@@ -136,24 +136,32 @@ class ReferenceOps:
         return {"key_data": torch.where(data == 0x80, torch.zeros_like(data), data)}  # -0 is written as 0
 
     def _encode_codebook(self, key: torch.Tensor) -> dict[str, torch.Tensor]:
-        d, bits = key.shape[-1], self.preset.key_bits
-        k = key.to(self.math)
+        folded = self.layout.norm_meaning is NormMeaning.FOLDED
+        codes, norm = self._codebook(key, self.preset.key_bits, folded)
+        return {"key_data": pack(codes, self.preset.key_bits), "key_norm": write_fp16(norm)}
+
+    def _codebook(self, x: torch.Tensor, bits: int, folded: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes [T, Hk, D] of the rotated unit vectors of x, and their norms [T, Hk], over ||c|| if ``folded``."""
+        d = x.shape[-1]
+        k = x.to(self.math)
         shrink = torch.where(k.abs().amax(-1) > BIG, SHRINK, 1.0).to(self.math)  # exact, keeps squares finite
         scaled = k * shrink[..., None]
         norm = _tree_sum(scaled * scaled).sqrt()  # [T, Hk], of the scaled vector
         y = rotate(scaled / (norm + KEY_EPS * shrink)[..., None])
-        codes = torch.bucketize(y, _constant("midpoints", d, bits, self.math, key.device), right=True)
+        codes = torch.bucketize(y, _constant("midpoints", d, bits, self.math, x.device), right=True)
         norm = norm / shrink
-        if self.layout.norm_meaning is NormMeaning.FOLDED:
+        if folded:
             norm = norm / self._centroid_norm(codes, d, bits)
-        stored = norm.clamp(max=FP16_MAX)
-        return {"key_data": pack(codes, bits), "key_norm": write_fp16(stored)}
+        return codes, norm.clamp(max=FP16_MAX)
 
     def _centroid_norm(self, codes: torch.Tensor, d: int, bits: int) -> torch.Tensor:
         c = _constant("centroids", d, bits, self.math, codes.device)[codes.long()]
         return (_tree_sum(c * c) + CENTROID_EPS).sqrt()
 
     def _encode_value(self, value: torch.Tensor, bad: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.preset.rotated_values:
+            codes, norm = self._codebook(value, self.preset.value_bits, folded=True)
+            return {"value_data": pack(codes, self.preset.value_bits), "value_scale": write_fp16(norm)}
         levels = 2**self.preset.value_bits - 1
         v = value.to(torch.float32).clamp(-FP16_MAX, FP16_MAX)  # always fp32: it decides the bytes
         low, high = v.amin(-1), v.amax(-1)
@@ -188,8 +196,12 @@ class ReferenceOps:
         return c * norm[..., None]
 
     def _decode_value(self, fields: dict[str, torch.Tensor]) -> torch.Tensor:
-        codes = unpack(fields["value_data"], self.preset.value_bits, self.layout.value_head_size)
+        d, bits = self.layout.value_head_size, self.preset.value_bits
+        codes = unpack(fields["value_data"], bits, d)
         scale = read_fp16(fields["value_scale"]).to(self.math)
+        if self.preset.rotated_values:
+            c = _constant("centroids", d, bits, self.math, codes.device)[codes.long()]
+            return rotate(c * scale[..., None], inverse=True)
         zero = read_fp16(fields["value_zero"]).to(self.math)
         return codes.to(self.math) * scale[..., None] + zero[..., None]
 

@@ -165,6 +165,7 @@ def test_the_flydsl_profile(arch: str):
         "kind": "one of full, sliding",
         "key_bits": "4",
         "value_bits": "4",
+        "rotated_values": "none",
         "head_size": "128",
         "value_head_size": "128",
         "gqa_ratio": "1 to 16",
