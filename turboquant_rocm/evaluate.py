@@ -13,7 +13,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -47,8 +47,9 @@ from .evaluation.report import (
     write_png,
 )
 from .evaluation.tasks import copies, needles, windows
-from .presets import get_preset, preset_names
-from .spec import SpecError
+from .options import CacheOptions, parse_cache
+from .presets import preset_names
+from .spec import Preset, SpecError
 from .verify import BAD_INPUT, _check_writable, _device, _integer, _target
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 __all__ = ["Evaluation", "main"]
 
 TESTS: Final = ("text", "copying", "needle", "layers")
+_MEAN_SKIP: Final = 4  # first tokens have keys unlike all others, and are left out of means
 LAYER_TOKENS: Final = 512
 """Tokens of the text on which layers are quantised one by one."""
 
@@ -107,6 +109,8 @@ class Evaluation:
         total = sum(exact_bytes(layer) for layer in model_layers(self.model.config))
         size: dict[str | None, float] = {None: float(total)}
         size.update({s.name: s.bytes_per_token for s in schemes})
+        for scheme in schemes:
+            parts[scheme.name]["bytes_per_sequence"] = scheme.bytes_per_sequence
         return tuple(Row(name or EXACT, size[name], **part) for name, part in parts.items())
 
     def _layers(self, scheme: Scheme, tokens: int) -> tuple[LayerCost, ...]:
@@ -148,10 +152,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--text", type=Path, required=True, metavar="FILE", help="UTF-8 text, some 10,000 words"
     )
-    names = ", ".join((FP8, *preset_names()))
-    parser.add_argument(
-        "--presets", nargs="+", default=[FP8, *preset_names()], metavar="NAME", help=f"of {names}"
-    )
+    presets = f"of {', '.join((FP8, *preset_names()))}, all but {FP8} also with +rotated_values, +recent=N, +first=N, "
+    presets += "+key_mean behind them (docs/evaluation.md); default: all, without"
+    parser.add_argument("--presets", nargs="+", default=[FP8, *preset_names()], metavar="NAME", help=presets)
     parser.add_argument(
         "--tests", nargs="+", choices=TESTS, default=["text", "copying"], help="default: text and copying"
     )
@@ -211,13 +214,15 @@ def _layers(text: str) -> tuple[int, ...]:
     return found
 
 
-def _checked_names(names: Sequence[str]) -> list[str]:
-    found = []
+def _caches(names: Sequence[str]) -> dict[str, tuple[Preset, CacheOptions] | None]:
+    """Preset and options by the names that results get; None for FP8."""
+    found: dict[str, tuple[Preset, CacheOptions] | None] = {}
     for name in names:
-        short = name if name == FP8 else get_preset(name).name.removeprefix("turboquant_")
+        parsed = None if name == FP8 else parse_cache(name)
+        short = FP8 if parsed is None else f"{parsed[0].name.removeprefix('turboquant_')}{parsed[1]}"
         if short in found:
             raise SpecError("--presets", name, "each name once")
-        found.append(short)
+        found[short] = parsed
     return found
 
 
@@ -253,21 +258,41 @@ def _load(folder: Path, device: Any, dtype: str) -> tuple[Any, Any]:
     return model.to(device).eval(), tokenizer
 
 
-def _schemes(args: argparse.Namespace, config: Any, device: Any, dtype: str) -> list[Scheme]:
+def _key_means(args: argparse.Namespace, model: Any, ids: Sequence[int]) -> dict[int, Any]:
+    """From the text behind the windows, so that no text is scored that the means were taken from."""
+    from .evaluation.compare import key_means
+
+    first = args.context * args.windows
+    if len(ids) < first + args.context:
+        raise SpecError(
+            "--text", f"{len(ids)} tokens", f"at least {first + args.context}, the last for key means"
+        )
+    return key_means(model, ids[first : first + args.context], _MEAN_SKIP)
+
+
+def _schemes(
+    args: argparse.Namespace,
+    caches: Mapping[str, tuple[Preset, CacheOptions] | None],
+    config: Any,
+    device: Any,
+    dtype: str,
+    means: Mapping[int, Any] | None,
+) -> list[Scheme]:
     from .evaluation.schemes import fp8_scheme, preset_scheme
 
     backend = args.backend or ("torch_reference" if device.type == "cpu" else None)
     made = []
-    for name in args.presets:
-        if name == FP8:
+    for name, parsed in caches.items():
+        if parsed is None:
             made.append(fp8_scheme(config, args.protect, args.skip_layers))
-        else:
-            made.append(
-                preset_scheme(
-                    config, name, backend=backend, target=_target(device), dtype=dtype,
-                    block_size=args.block_size, protect=args.protect, skip_layers=args.skip_layers,
-                )
-            )  # fmt: skip
+            continue
+        made.append(
+            preset_scheme(
+                config, parsed[0], name=name, backend=backend, target=_target(device), dtype=dtype,
+                block_size=args.block_size, protect=args.protect, skip_layers=args.skip_layers,
+                options=parsed[1], key_means=means,
+            )
+        )  # fmt: skip
     return made
 
 
@@ -293,7 +318,7 @@ def _hidden(args: argparse.Namespace, ids: Sequence[int], tokenizer: Any) -> tup
 
 
 def _run(args: argparse.Namespace, errors: Console) -> Report:
-    args.presets = _checked_names(args.presets)
+    caches = _caches(args.presets)
     if args.recommend and "layers" not in args.tests:
         args.tests = [*args.tests, "layers"]
     for option, path in (("--json", args.json), ("--plot", args.plot)):
@@ -315,7 +340,8 @@ def _run(args: argparse.Namespace, errors: Console) -> Report:
     ):
         if length > most:
             raise SpecError(name, length, f"at most the model's {most} positions")
-    schemes = _schemes(args, model.config, device, dtype)
+    means = _key_means(args, model, ids) if any(c and c[1].key_mean for c in caches.values()) else None
+    schemes = _schemes(args, caches, model.config, device, dtype, means)
     hidden = _hidden(args, ids, tokenizer)
     columns = (
         TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),

@@ -13,10 +13,10 @@ import torch
 from ..spec import SpecError
 from .attention import reading
 from .report import Summary
-from .schemes import Scheme
+from .schemes import ReadBack, Scheme, model_layers
 from .tasks import Passage
 
-__all__ = ["BLOCK", "Comparison", "Scores", "compare", "summarize"]
+__all__ = ["BLOCK", "Comparison", "Scores", "compare", "key_means", "summarize"]
 
 BLOCK: Final = 128
 """Standard errors are those of means over blocks of so many tokens: neighbours are not independent."""
@@ -57,6 +57,24 @@ def _log_probabilities(model: Any, passage: Passage, scheme: Scheme | None) -> t
             rows = logits[a : a + _ROWS]
             rows.copy_(torch.log_softmax(rows.float(), -1))
         return logits.float()
+
+
+def key_means(model: Any, ids: Sequence[int], skip: int = 0) -> dict[int, torch.Tensor]:
+    """Mean keys [Hk, 1, D] of every layer over a text, its first ``skip`` tokens left out: for the option key_mean."""
+    found: dict[int, torch.Tensor] = {}
+
+    def of_layer(layer: int) -> ReadBack:
+        def read_back(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            found[layer] = key[0, :, skip:].float().mean(1, keepdim=True).to(key.dtype)
+            return key, value
+
+        return read_back
+
+    scheme = Scheme(
+        "key means", {layer.index: of_layer(layer.index) for layer in model_layers(model.config)}, 0.0
+    )
+    _log_probabilities(model, Passage(tuple(ids), len(ids) - 1), scheme)
+    return found
 
 
 def _scores(passage: Passage, exact: torch.Tensor, found: torch.Tensor) -> Scores:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import resources
+from importlib.resources.abc import Traversable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -87,10 +89,14 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Row:
-    """One scheme. seconds: of a pass over one window of the text, quantising included."""
+    """One scheme. seconds: of a pass over one window of the text, quantising included.
+
+    bytes_per_sequence: beside those per token: tokens that are exact, at most, and key means.
+    """
 
     name: str
     bytes_per_token: float
+    bytes_per_sequence: float = 0.0
     text: Summary | None = None
     copying: Summary | None = None
     needles: tuple[NeedleCell, ...] = ()
@@ -128,10 +134,11 @@ def table(report: Report) -> Table:
     found = Table(
         title=f"{what['model']}: {what['windows']} windows of {what['context']} tokens of {what['text']}",
         caption="± one standard error. KL, top-1 and perplexity against the unquantised cache on the same tokens. "
-        "copying: a passage repeated far away. bytes: per token, all layers.",
+        "copying: a passage repeated far away. bytes: per token, all layers; KiB: beside them, per sequence; smaller: "
+        "for one window.",
     )
     found.add_column("cache", no_wrap=True)
-    names = ["bytes", "smaller"]
+    names = ["bytes", *(["+ KiB"] if any(r.bytes_per_sequence for r in rows) else []), "smaller"]
     text, copying = any(r.text for r in rows), any(r.copying for r in rows)
     names += ["PPL", "change", "KL", "top-1"] if text else []
     names += ["copying PPL", "change", "log gap"] if copying else []
@@ -140,11 +147,10 @@ def table(report: Report) -> Table:
     for name in names:
         found.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        cells = [
-            row.name,
-            f"{row.bytes_per_token:g}",
-            f"{rows[0].bytes_per_token / row.bytes_per_token:.2f}x",
-        ]
+        whole = row.bytes_per_token + row.bytes_per_sequence / what["context"]
+        cells = [row.name, f"{row.bytes_per_token:g}", f"{rows[0].bytes_per_token / whole:.2f}x"]
+        if "+ KiB" in names:
+            cells.insert(2, f"{row.bytes_per_sequence / 1024:.1f}" if row.bytes_per_sequence else "")
         first = row.name == EXACT
         if text:
             s = row.text
@@ -215,8 +221,17 @@ _LIMITS: Final = {
 """Quantities that limits may name: where they are in a row, and 1 if smaller is better."""
 
 
+def _limits_folder() -> Traversable:
+    return resources.files("turboquant_rocm.configs").joinpath("accuracy")
+
+
 def read_limits(name: str) -> Mapping[str, Any]:
     """``configs/accuracy/NAME.yaml``, checked: conditions and, per scheme, [measured, tolerance] of each quantity."""
+    known = sorted(
+        p.name.removesuffix(".yaml") for p in _limits_folder().iterdir() if p.name.endswith(".yaml")
+    )
+    if name not in known:
+        raise SpecError("--check", name, f"one of {', '.join(known)}")
     data = load_yaml("accuracy", f"{name}.yaml")
     source = f"configs/accuracy/{name}.yaml"
     if (

@@ -15,6 +15,7 @@ import torch
 from ..integrations.transformers import PackedLayer, TurboQuantCache
 from ..modelspec import model_from_config
 from ..ops import BoundLayer
+from ..options import CacheOptions
 from ..spec import LayerSpec, Preset, SpecError, Target
 from .report import FP8
 
@@ -32,6 +33,7 @@ __all__ = [
 ReadBack = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """(key [B, Hk, S, D], value [B, Hk, S, Dv]) -> the same shapes and dtypes, as read from the cache."""
 
+NONE: Final = CacheOptions()
 _FP8_MAX: Final = 448.0
 _EXACT_BYTES: Final = 2  # of an element that is kept: 16 bits, whatever dtype the evaluation computes in
 
@@ -40,14 +42,16 @@ _EXACT_BYTES: Final = 2  # of an element that is kept: 16 bits, whatever dtype t
 class Scheme:
     """name: in results. layers: what each layer reads back; layers that are not there stay exact.
 
-    bytes_per_token: of all layers and KV heads; layers that stay exact count 16 bits an element.
+    bytes_per_token: of all layers and KV heads; layers that stay exact count 16 bits an element. by_layer: the same of
+    each layer. options: which tokens stay exact. bytes_per_sequence: what those take, at most, and key means.
     """
 
     name: str
     layers: Mapping[int, ReadBack]
     bytes_per_token: float
     by_layer: Mapping[int, float] = field(default_factory=dict)
-    """Bytes per token of every layer, where known."""
+    options: CacheOptions = NONE
+    bytes_per_sequence: float = 0.0
 
 
 def exact_bytes(layer: LayerSpec) -> int:
@@ -55,10 +59,12 @@ def exact_bytes(layer: LayerSpec) -> int:
     return layer.num_kv_heads * (layer.head_size + layer.value_size) * _EXACT_BYTES
 
 
-def _stored(bound: BoundLayer) -> ReadBack:
-    """Through the store and the dequantise of a bound layer, over pages of its own."""
+def _stored(bound: BoundLayer, mean: torch.Tensor | None) -> ReadBack:
+    """Through the store and the dequantise of a bound layer, over pages of its own. mean: [Hk, 1, D], of keys."""
 
     def read_back(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if mean is not None:
+            key = key - mean
         batch, _, count, _ = key.shape
         pages = -(-count // bound.layout.block_size)
         cache = bound.allocate(batch * pages, key.device)
@@ -70,7 +76,7 @@ def _stored(bound: BoundLayer) -> ReadBack:
         lengths = torch.full((batch,), count, dtype=torch.int32, device=key.device)
         read = bound.dequantize(cache, table, lengths, dtype=key.dtype, total=batch * count)
         back = [x.view(batch, count, *x.shape[1:]).transpose(1, 2) for x in (read.key, read.value)]
-        return back[0], back[1]
+        return back[0] if mean is None else back[0] + mean, back[1]
 
     return read_back
 
@@ -86,28 +92,37 @@ def preset_scheme(
     block_size: int = 16,
     protect: int = 0,
     skip_layers: Collection[int | str] = (),
+    options: CacheOptions = NONE,
+    key_means: Mapping[int, torch.Tensor] | None = None,
 ) -> Scheme:
     """``preset`` through the backend that a TurboQuantCache for ``config`` would bind: same arguments, same errors.
 
-    protect, skip_layers: layers that stay exact; none by default, unlike in a cache for serving.
+    protect, skip_layers: layers that stay exact; none by default, unlike in a cache for serving. key_means: of
+    :func:`.compare.key_means`, needed with the option ``key_mean``.
     """
+    if options.key_mean and key_means is None:
+        raise SpecError("key_means", None, "means of all layers, for the option key_mean")
     cache = TurboQuantCache(
         config, preset, backend, target=target, dtype=dtype, block_size=block_size, protect=protect,
         skip_layers=skip_layers,
     )  # fmt: skip
     layers: dict[int, ReadBack] = {}
     size: dict[int, float] = {}
+    beside = 0.0
     for entry in cache.plan.layers:
         layer = cache.layers[entry.layer.index]
         if isinstance(layer, PackedLayer):
-            layers[entry.layer.index] = _stored(layer.bound)
+            mean = key_means[entry.layer.index] if options.key_mean and key_means else None
+            layers[entry.layer.index] = _stored(layer.bound, mean)
             size[entry.layer.index] = layer.bound.layout.bytes_per_token
+            beside += exact_bytes(entry.layer) * options.exact_tokens
+            beside += entry.layer.num_kv_heads * entry.layer.head_size * _EXACT_BYTES * options.key_mean
         elif entry.layer.keeps_cache and entry.layer.kv_shared_with is None:
             size[entry.layer.index] = exact_bytes(entry.layer)
     if not layers:
         raise SpecError("preset", cache.plan.question.preset.name, "at least one layer that is quantised")
     short = cache.plan.question.preset.name.removeprefix("turboquant_")
-    return Scheme(name or short, layers, sum(size.values()), size)
+    return Scheme(name or f"{short}{options}", layers, sum(size.values()), size, options, beside)
 
 
 def fp8_scheme(config: Any, protect: int = 0, skip_layers: Collection[int] = ()) -> Scheme:
@@ -134,7 +149,8 @@ def model_layers(config: Any) -> tuple[LayerSpec, ...]:
 
 def only_layer(scheme: Scheme, layer: int) -> Scheme:
     """``scheme`` with one quantised layer, all others exact: what that layer costs."""
-    return Scheme(f"{scheme.name} in layer {layer}", {layer: scheme.layers[layer]}, scheme.bytes_per_token)
+    name = f"{scheme.name} in layer {layer}"
+    return Scheme(name, {layer: scheme.layers[layer]}, scheme.bytes_per_token, options=scheme.options)
 
 
 def mixture(name: str, schemes: Collection[Scheme], layers: Mapping[int, str], config: Any) -> Scheme:

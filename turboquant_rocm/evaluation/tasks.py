@@ -103,7 +103,7 @@ def needles(
                 first = chance.randrange(len(ids) - room + 1)
                 hay = list(ids[first : first + room])
                 at = round(depth * room)
-                while 0 < at < room and not ends_sentence(hay[at - 1]):
+                while at and not ends_sentence(hay[at - 1]):
                     at -= 1
                 whole = hay[:at] + fact + hay[at:] + question + answer
                 made.append(Needle(Passage(tuple(whole), len(whole) - len(answer)), length, depth))
