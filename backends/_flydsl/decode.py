@@ -210,13 +210,16 @@ class _Cache:
         return [e.load(r, at, 1, data + I32(j * stride))[0] for r, data, _ in subtiles for j in range(4)]
 
 
-def _masked(start: Any, low: Any, high: Any, logits: list, meta: list) -> tuple[list, list]:
-    """Logits to -inf and meta fields to zero for tokens outside [low, high). start: the lane's first token."""
-    up, down = high - start, low - start
-    seen = []
-    for k in range(8):
-        t = I32(16 * (k // 4) + k % 4)
-        seen.append((t < up) & (t >= down))
+def _masked(cfg: DecodeConfig, start: Any, ends: Any, logits: list, meta: list) -> tuple[list, list]:
+    """Logits to -inf and meta fields to zero for tokens that the lane's column does not see: those from ``ends`` on and
+    those before its window. start: the lane's first token.
+    """
+    up = ends - start
+    places = [I32(16 * (k // 4) + k % 4) for k in range(8)]
+    seen = [t < up for t in places]
+    if cfg.window is not None:
+        down = up - I32(cfg.window)  # from ``up``, so that the loop keeps one register per lane and not two
+        seen = [s & (t >= down) for s, t in zip(seen, places, strict=True)]
     out = [e.select(s, x, F32(NEG_INF)) for s, x in zip(seen, logits, strict=True)]
     words = list(meta)
     for s in range(2):
@@ -310,10 +313,8 @@ def make_decode(cfg: DecodeConfig) -> Any:
         context = seq_len - q_len + first_token + I32(1)  # keys that the first query token sees
         ends = context + token  # keys that the lane's column sees, without the window
         last_end = fx.arith.max(context + tokens - I32(1), I32(0))
-        low = I32(0)
         first_key, full_from = I32(0), I32(0)
         if cfg.window is not None:
-            low = ends - I32(cfg.window)
             first_key = fx.arith.max(context - I32(cfg.window), I32(0))
             full_from = fx.arith.max(last_end - I32(cfg.window), I32(0))
 
@@ -368,7 +369,7 @@ def make_decode(cfg: DecodeConfig) -> Any:
             scores = _scaled(raw, q)
             logits = _logits(cfg, scores, _norms(meta), reference)
             if fx.arith.cmpi(fx.arith.CmpIPredicate.uge, tile - full_begin, full_count):
-                logits, meta = _masked(tile * I32(TILE) + g * I32(4), low, ends, logits, meta)
+                logits, meta = _masked(cfg, tile * I32(TILE) + g * I32(4), ends, logits, meta)
             weights, new_total, new_shift = _weights(logits, meta, total, shift, zero)
             new_shift = e.pinned(new_shift)  # before the branch, so that p need not outlive it
             e.fence()
@@ -380,7 +381,7 @@ def make_decode(cfg: DecodeConfig) -> Any:
                 start = e.hidden(
                     tile * I32(TILE) + g * I32(4)
                 )  # else the comparisons would move out of the branch
-                fresh, meta = _masked(start, low, ends, fresh, meta)
+                fresh, meta = _masked(cfg, start, ends, fresh, meta)
                 raised = _raised(fresh, meta, reference)
                 factor = e.exp2(reference - raised)
                 acc = [x * e.vec([factor] * 4, F32) for x in acc]

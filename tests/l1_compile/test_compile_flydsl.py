@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.resources import files
 from typing import Any
 
 import pytest
-import yaml
 
 pytest.importorskip("flydsl", reason="FlyDSL is not installed")
 pytest.importorskip("triton", reason="Triton's linker stands in for ld.lld")
 
 from ci.flydsl_isa import steady_state
-from tests.l1_simulate.flydsl_helpers import compiled
+from tests.l1_simulate.flydsl_helpers import LIMITS, check_resources, compiled
 from turboquant_rocm.backends._flydsl.config import TILE, DecodeConfig, RowConfig
 from turboquant_rocm.layouts import make_layout
 
 ARCHES = ("gfx942", "gfx950")
-LIMITS: dict[str, Any] = yaml.safe_load(
-    files("turboquant_rocm.configs").joinpath("budgets/flydsl.yaml").read_text()
-)
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "published": {},
@@ -36,8 +31,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "direct-multi-sinks": {"direct": "fp16", "multi": True, "sinks": True},
     "multi": {"multi": True},
     "multi-gqa-4-window": {"multi": True, "gqa": 4, "window": 128},
-}
-SLOWER = {"soft-cap": 0.6}
+    "direct-window": {"direct": "bf16", "window": 128},
+    "direct-multi-gqa-3-window-sinks-soft-cap": {
+        "direct": "bf16", "multi": True, "gqa": 3, "window": 128, "sinks": True, "soft_cap": 20.0,
+    },
+    "multi-gqa-5-block-64-window-soft-cap": {
+        "multi": True, "gqa": 5, "block_size": 64, "num_kv_heads": 4, "window": 128, "soft_cap": 20.0,
+    },
+    "multi-gqa-1-block-128-window-many-heads": {
+        "multi": True, "gqa": 1, "block_size": 128, "num_kv_heads": 32, "window": 128,
+    },
+}  # fmt: skip
+SLOWER = 0.6
 """Lane instructions per element that a feature may cost on top: the cap's exp2, rcp and two more per score."""
 
 
@@ -49,9 +54,8 @@ def config(
     return DecodeConfig.of(arch, layout, gqa, **options)
 
 
-def check_resources(code: Any, arch: str, name: str, record: Callable[..., None]) -> None:
-    """No spill, no scratch, four waves per SIMD by registers and by LDS."""
-    limits = LIMITS[arch]
+def check_and_record(code: Any, arch: str, name: str, record: Callable[..., None]) -> None:
+    """The resources of a kernel, for the leg's result file and against the limits."""
     record(
         arch,
         f"flydsl-{name}",
@@ -60,13 +64,7 @@ def check_resources(code: Any, arch: str, name: str, record: Callable[..., None]
         scratch=code.resource("private_segment_fixed_size"),
         lds=code.resource("group_segment_fixed_size"),
     )
-    for field in ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size"):
-        assert code.resource(field) == 0, field
-    assert "scratch_" not in code.assembly
-    assert code.waves_per_simd >= limits["waves_per_simd"]
-    lds = code.resource("group_segment_fixed_size")
-    groups = limits["lds_per_cu"] // lds if lds else 16
-    assert groups * DecodeConfig.__dataclass_fields__["waves"].default >= 4 * limits["waves_per_simd"]
+    check_resources(code, arch)
 
 
 @pytest.mark.parametrize(
@@ -75,14 +73,14 @@ def check_resources(code: Any, arch: str, name: str, record: Callable[..., None]
 @pytest.mark.parametrize("arch", ARCHES)
 def test_decode(arch: str, variant: str, record_kernel: Callable[..., None]):
     code = compiled("decode", config(arch, **VARIANTS[variant]), arch)
-    check_resources(code, arch, f"decode-{variant}", record_kernel)
+    check_and_record(code, arch, f"decode-{variant}", record_kernel)
     counts = steady_state(code.assembly)
     assert counts["mfma"] == (24 if arch == "gfx950" else 48), (
         "the steady-state loop is not the one that was counted"
     )
     assert counts["lds"] == 0
     per_element = counts.total() * 64 / (TILE * 256)
-    assert per_element <= LIMITS[arch]["static"] + SLOWER.get(variant, 0.0) + 0.15 * (
+    assert per_element <= LIMITS[arch]["static"] + SLOWER * ("soft-cap" in variant) + 0.15 * (
         variant != "published"
     ), counts
 
@@ -93,4 +91,4 @@ def test_decode(arch: str, variant: str, record_kernel: Callable[..., None]):
 @pytest.mark.slow
 def test_rows(arch: str, kind: str, dtype: str, record_kernel: Callable[..., None]):
     code = compiled(kind, RowConfig(arch, 64, dtype, multi=True, sinks=True, lse=True), arch)
-    check_resources(code, arch, f"{kind}-{dtype}", record_kernel)
+    check_and_record(code, arch, f"{kind}-{dtype}", record_kernel)

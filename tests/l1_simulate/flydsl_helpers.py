@@ -6,10 +6,12 @@ import math
 import struct
 from dataclasses import dataclass
 from functools import cache
+from importlib.resources import files
 from typing import Any
 
 import numpy as np
 import torch
+import yaml
 
 from turboquant_rocm.backends._flydsl.config import DecodeConfig
 from turboquant_rocm.backends._flydsl.offline import Compiled, compile_offline
@@ -23,12 +25,27 @@ from turboquant_rocm.spec import LayerSpec, Target
 
 DIM = 128
 LOG2E = math.log2(math.e)
+LIMITS: dict[str, Any] = yaml.safe_load(
+    files("turboquant_rocm.configs").joinpath("budgets/flydsl.yaml").read_text()
+)
 
 
 @cache
 def compiled(kind: str, config: DecodeConfig, arch: str) -> Compiled:
     """One compilation per kernel, specialisation and test session."""
     return compile_offline(kind, config, arch)
+
+
+def check_resources(code: Compiled, arch: str) -> None:
+    """No spill, no scratch, four waves per SIMD by registers and by LDS."""
+    limits = LIMITS[arch]
+    for field in ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size"):
+        assert code.resource(field) == 0, field
+    assert "scratch_" not in code.assembly
+    assert code.waves_per_simd >= limits["waves_per_simd"]
+    lds = code.resource("group_segment_fixed_size")
+    groups = limits["lds_per_cu"] // lds if lds else 16
+    assert groups * DecodeConfig.__dataclass_fields__["waves"].default >= 4 * limits["waves_per_simd"]
 
 
 @dataclass
@@ -211,6 +228,11 @@ class SimulatedRuntime:
         self.undefined: set[str] = set()
         self.launches: list[tuple[str, Any]] = []
         self._handles: dict[tuple[str, Any], Any] = {}
+
+    @property
+    def kernels(self) -> list[Compiled]:
+        """Everything that was asked for, compiled."""
+        return [compiled(kind, config, self.arch) for kind, config in self._handles]
 
     def arrays(self) -> list[tuple[str, np.ndarray]]:
         """The bytes of every tensor in ``memory``, pads included."""
