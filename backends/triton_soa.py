@@ -21,6 +21,8 @@ BACKEND = register(
             OneOf(Code.KEY_BITS, (8, 4, 3)),
             OneOf(Code.VALUE_BITS, (4, 3)),
             Without(Code.ROTATED_VALUES),
+            Without(Code.SKETCH),
+            Without(Code.VALUE_GROUP),
             OneOf(Code.HEAD_SIZE, HEAD_SIZES),
             OneOf(Code.VALUE_HEAD_SIZE, HEAD_SIZES),
             AtMost(Code.GQA_RATIO, limit=32),

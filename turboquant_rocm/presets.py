@@ -12,7 +12,7 @@ import yaml
 
 from .spec import ROTATED_VALUES, Preset, SpecError
 
-__all__ = ["get_preset", "load_yaml", "parse_yaml", "preset_names", "presets"]
+__all__ = ["get_preset", "load_yaml", "parse_yaml", "preset_names", "presets", "serving_names"]
 
 
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -78,7 +78,7 @@ def presets() -> MappingProxyType[str, Preset]:
     data = load_yaml("presets.yaml")
     if data.get("version") != 1:
         raise SpecError("presets.yaml version", data.get("version"), "1")
-    known = {"key_bits", "value_bits", "norm_correction", "description"}
+    known = {"key_bits", "value_bits", "norm_correction", "description", "sketch", "value_group"}
     found: dict[str, Preset] = {}
     for name, fields in data["presets"].items():
         unknown = set(fields) - known
@@ -91,6 +91,11 @@ def presets() -> MappingProxyType[str, Preset]:
 def preset_names() -> tuple[str, ...]:
     """Names of all presets, in the order of the file."""
     return tuple(presets())
+
+
+def serving_names() -> tuple[str, ...]:
+    """Names of the presets for serving: those without a sketch, which is for comparison with the paper."""
+    return tuple(name for name, preset in presets().items() if not preset.sketch)
 
 
 def get_preset(name: str | Preset) -> Preset:

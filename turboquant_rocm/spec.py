@@ -132,6 +132,9 @@ class Preset:
     value_bits: uniform codes between the vector's own minimum and maximum.
     rotated_values: values are Lloyd-Max codes of the rotated unit vector and a folded norm instead, as keys are; two
     bytes less per slot. The name then ends in ``ROTATED_VALUES``, so that caches' tags differ.
+    sketch: TurboQuant_prod: one of the key bits is the sign of a Gaussian sketch of what the codes leave, whose norm is
+    stored too; inner products are unbiased.
+    value_group: each group of so many neighbouring values has a scale and a zero of its own; None: one for the vector.
     norm_correction: the centroid vector is renormalised (once, by the store kernel or by every reader: see
     :class:`NormMeaning`).
     """
@@ -142,6 +145,8 @@ class Preset:
     norm_correction: bool
     description: str = field(default="", compare=False)
     rotated_values: bool = False
+    sketch: bool = False
+    value_group: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.rotated_values, bool):
@@ -154,6 +159,21 @@ class Preset:
             raise SpecError("value_bits", self.value_bits, "one of 4, 3, 2")
         if self.norm_correction and self.fp8_keys:
             raise SpecError("norm_correction", True, "false with FP8 keys, which have no codebook")
+        if not isinstance(self.sketch, bool):
+            raise SpecError("sketch", self.sketch, "true or false")
+        if self.sketch and (self.fp8_keys or self.norm_correction):
+            raise SpecError("sketch", True, "false with FP8 keys or norm correction")
+        if self.value_group is not None:
+            checked_int("value_group", self.value_group, 8, 4096)
+            if self.value_group & (self.value_group - 1) or self.rotated_values:
+                raise SpecError(
+                    "value_group", self.value_group, "a power of two, or none; none with rotated values"
+                )
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of a key's code: of the FP8 number or the codebook index, without the sign of a sketch."""
+        return self.key_bits - self.sketch
 
     @property
     def fp8_keys(self) -> bool:

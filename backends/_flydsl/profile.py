@@ -29,6 +29,8 @@ def declaration(arch: str, priority: int) -> Backend:
             OneOf(Code.KEY_BITS, (4,)),
             OneOf(Code.VALUE_BITS, (4,)),
             Without(Code.ROTATED_VALUES),
+            Without(Code.SKETCH),
+            Without(Code.VALUE_GROUP),
             OneOf(Code.HEAD_SIZE, (DIM,)),
             OneOf(Code.VALUE_HEAD_SIZE, (DIM,)),
             AtMost(Code.GQA_RATIO, limit=COLUMNS),

@@ -166,6 +166,8 @@ def test_the_flydsl_profile(arch: str):
         "key_bits": "4",
         "value_bits": "4",
         "rotated_values": "none",
+        "sketch": "none",
+        "value_group": "none",
         "head_size": "128",
         "value_head_size": "128",
         "gqa_ratio": "1 to 16",
