@@ -23,6 +23,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from tests.cases import TORCH_DTYPES, rel_l2, same_bytes  # noqa: E402
+from tests.generate_checks import oracle  # noqa: E402
 from turboquant_rocm import IneligibleError, SpecError, integrations  # noqa: E402
 from turboquant_rocm.integrations import transformers as tq  # noqa: E402
 
@@ -134,44 +135,6 @@ def generated(model: Any, ids: Any, cache: Any = None, new: int = 6, **more: Any
         input_ids=ids, cache=cache, max_new_tokens=new, do_sample=False,
         return_dict_in_generate=True, output_logits=True, **more,
     )  # fmt: skip
-
-
-class OracleLayer(transformers.cache_utils.DynamicLayer):
-    def __init__(self, bound: Any) -> None:
-        super().__init__()
-        self.bound = bound
-        self.window = bound.layer.window
-        self.is_sliding = self.window is not None
-
-    def read_back(self, key: Any, value: Any) -> tuple[Any, Any]:
-        batch, heads, queries, _ = key.shape
-        count = batch * queries
-        cache = self.bound.allocate(-(-count // 8), "cpu")
-        flat = [x.permute(0, 2, 1, 3).reshape(count, heads, -1) for x in (key, value)]
-        self.bound.store(*flat, cache, torch.arange(count))
-        table = torch.arange(cache.num_blocks, dtype=torch.int32)[None]
-        read = self.bound.dequantize(cache, table, torch.tensor([count], dtype=torch.int32), dtype=key.dtype)
-        return tuple(x.view(batch, queries, heads, -1).permute(0, 2, 1, 3) for x in read[:2])  # type: ignore[return-value]
-
-    def update(self, key: Any, value: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        history, queries = self.get_seq_length(), key.shape[2]
-        old = (self.keys, self.values)
-        every = super().update(*self.read_back(key, value))
-        if history == 0:
-            return key, value
-        if queries > tq.MAX_DECODE_ROWS:
-            every = tuple(torch.cat([a, b], 2) for a, b in zip(old, (key, value), strict=True))
-        if self.window is None:
-            return every
-        return tuple(x[:, :, -(self.window - 1 + queries) :] for x in every)  # type: ignore[return-value]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        start = 0 if self.window is None else max(0, self.get_seq_length() - self.window + 1)
-        return self.get_seq_length() - start + query_length, start
-
-
-def oracle(cache: tq.TurboQuantCache) -> Any:
-    return transformers.Cache(layers=[OracleLayer(layer.bound) for layer in cache.layers])
 
 
 # ---- agreement ----------------------------------------------------------------------------------------------
