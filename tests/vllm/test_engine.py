@@ -245,7 +245,7 @@ def test_engine_in_processes_of_its_own(tmp_path: Path):
         (
             {"TURBOQUANT_ROCM_VLLM": "off"},
             {},
-            ["TURBOQUANT_ROCM_VLLM=off", "no turboquant backend for the CPU"],
+            ["TURBOQUANT_ROCM_VLLM='off'", "no turboquant backend for the CPU"],
         ),
         (
             {"TURBOQUANT_ROCM_REQUIRE": "triton_soa"},

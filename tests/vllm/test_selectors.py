@@ -23,11 +23,11 @@ OURS = "turboquant_rocm.integrations.vllm.backend.TurboQuantBackend"
 
 @pytest.fixture(scope="module", params=["rocm", "cuda"])
 def selected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What selectors.py found on a made-up MI300X or H100."""
+    """What selectors_033.py found on a made-up MI300X or H100."""
     assert (SOURCES / "vllm" / "__init__.py").exists(), f"no vLLM in {SOURCES}"
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("TURBOQUANT_ROCM_", "VLLM_"))}
     done = subprocess.run(
-        [sys.executable, "-P", str(Path(__file__).with_name("selectors.py")), request.param],
+        [sys.executable, "-P", str(Path(__file__).with_name("selectors_033.py")), request.param],
         capture_output=True, text=True, cwd=tmp_path_factory.mktemp(request.param), check=False,
         env={**kept, "PYTHONPATH": str(SOURCES), "TURBOQUANT_ROCM_VLLM": "required"},
     )  # fmt: skip

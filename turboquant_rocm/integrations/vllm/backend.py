@@ -10,10 +10,11 @@ Letters of the shapes: docs/design.md.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, get_args
 
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.config.cache import CacheDType
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -63,7 +64,9 @@ class TurboQuantBackend(AttentionBackend):
     accept_output_buffer: bool = True
     forward_includes_kv_cache_update: bool = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = [n for n in preset_names() if n.startswith(PREFIX)]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [
+        name for name in get_args(CacheDType) if name.startswith(PREFIX) and name in preset_names()
+    ]
 
     @staticmethod
     def get_name() -> str:
@@ -189,17 +192,27 @@ class TurboQuantBuilder(AttentionMetadataBuilder[BatchMetadata]):
         return int(self.reorder_batch_threshold or 1)
 
     def _warm_up(self, impl: TurboQuantImpl) -> None:
-        """Compile all that decoding can need and reserve its scratch memory, before a graph is captured."""
+        """Compile all that this layer can need and reserve its scratch memory, before a graph is captured."""
         if self.device.type == "cpu" or impl.warm:
             return
         assert impl.bound is not None
-        impl.bound.warmup(
-            self.max_batch, self.max_context, self.threshold, device=self.device, dtype=impl.dtype, lse=False
-        )
-        impl.bound.warmup(
-            1, self.max_context, MAX_DECODE_ROWS, device=self.device, dtype=impl.dtype, lse=False
-        )
+        context = {"device": self.device, "dtype": impl.dtype, "lse": False}
+        impl.bound.warmup(self.max_batch, self.max_context, self.threshold, **context)
+        impl.bound.warmup(1, self.max_context, MAX_DECODE_ROWS, **context)
+        self._warm_store(impl.bound, impl.dtype)
         impl.warm = True
+
+    def _warm_store(self, bound: BoundLayer, dtype: torch.dtype) -> None:
+        """Store padding and read a token of a block that is thrown away: these kernels compile when called."""
+        block, layer = bound.allocate(1, self.device), bound.layer
+        one = torch.ones(1, dtype=torch.int32, device=self.device)
+        for tokens in (2, BLOCK_STEP):
+            key = torch.zeros((tokens, layer.num_kv_heads, layer.head_size), dtype=dtype, device=self.device)
+            value = torch.zeros(
+                (tokens, layer.num_kv_heads, layer.value_size), dtype=dtype, device=self.device
+            )
+            bound.store(key, value, block, torch.full((tokens,), -1, dtype=torch.int64, device=self.device))
+        bound.dequantize(block, torch.zeros_like(one)[None], one, dtype=dtype, total=1)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

@@ -1,6 +1,6 @@
 """vLLM's own backend selection, on a machine without a GPU: prints as JSON which class each layer would get.
 
-    python -P selectors.py rocm|cuda      with vLLM's Python files first on PYTHONPATH
+    python -P selectors_033.py rocm|cuda      with vLLM's Python files first on PYTHONPATH
 
 Extension modules are empty stand-ins and the device is made up; everything that selects is vLLM's own code.
 """
@@ -16,14 +16,19 @@ from typing import Any
 DEVICES = {"rocm": ("gfx942:sramecc+:xnack-", (9, 4)), "cuda": ("", (9, 0))}
 
 
-def pretend(platform: str) -> Any:
-    """vLLM's platform class for ``platform`` in charge, with a device that is not here."""
-    arch, capability = DEVICES[platform]
-    os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")  # vLLM: a device may come later
+def stand_in(platform: str) -> None:
+    """Empty modules for vLLM's compiled ones."""
     extensions = ["_C", "_C_stable_libtorch", "_moe_C", "_moe_C_stable_libtorch"]
     extensions += ["_rocm_C"] if platform == "rocm" else ["vllm_flash_attn._vllm_fa2_C"]
     for name in extensions:
         sys.modules[f"vllm.{name}"] = ModuleType(f"vllm.{name}")
+
+
+def pretend(platform: str) -> Any:
+    """vLLM's platform class for ``platform`` in charge, with a device that is not here."""
+    arch, capability = DEVICES[platform]
+    os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")  # vLLM: a device may come later
+    stand_in(platform)
     import torch
 
     if platform == "rocm":
