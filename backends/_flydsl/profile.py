@@ -26,7 +26,7 @@ def declaration(arch: str, priority: int) -> Backend:
             Package(Code.PACKAGE, name="flydsl", version=">=0.5,<0.6", arches=arches, isolated=True),
             Package(Code.PACKAGE, name="triton", version=">=3.6,<4", arches=arches),  # store and dequantise
             OneOf(Code.LAYER_KIND, (AttentionKind.FULL, AttentionKind.SLIDING)),
-            OneOf(Code.KEY_BITS, (4,)),
+            OneOf(Code.KEY_BITS, (4, 3)),
             OneOf(Code.VALUE_BITS, (4,)),
             Without(Code.ROTATED_VALUES),
             Without(Code.SKETCH),

@@ -175,7 +175,7 @@ def test_flydsl_profile(arch: str, gqa: int, block: int):
         ({"position_bias": "alibi"}, Code.POSITION_BIAS),
         ({"dtype": "fp32"}, Code.DTYPE),
         ({"preset": "turboquant_k8v4"}, Code.KEY_BITS),
-        ({"preset": "turboquant_k3v4_nc"}, Code.KEY_BITS),
+        ({"preset": "turboquant_3bit_nc"}, Code.VALUE_BITS),
         ({"block_size": 48}, Code.BLOCK_SIZE),
         ({"block_size": 256}, Code.BLOCK_SIZE),
         ({"arch": "gfx90a"}, Code.ARCH),

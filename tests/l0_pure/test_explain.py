@@ -119,11 +119,11 @@ BARS = [
         ("arch=gfx942 (wants gfx950)",),
     ),
     (
-        "gpt-oss-120b --target gfx950 --preset k3v4_nc --block-size 48",
+        "gpt-oss-120b --target gfx950 --preset 3bit_nc --block-size 48",
         "2-32 step 2",
         "triton_soa",
         2,
-        ("key_bits=3 (wants 4)", "head_size=64 (wants 128)", "block_size=48 (wants one of 16, 32, 64, 128)"),
+        ("value_bits=3 (wants 4)", "head_size=64 (wants 128)", "block_size=48 (wants one of 16, 32, 64, 128)"),
     ),
 ]
 
@@ -163,7 +163,7 @@ def test_the_flydsl_profile(arch: str):
     assert wants == {
         "arch": arch,
         "kind": "one of full, sliding",
-        "key_bits": "4",
+        "key_bits": "one of 4, 3",
         "value_bits": "4",
         "rotated_values": "none",
         "sketch": "none",

@@ -34,7 +34,6 @@ def main(arch: str, folder: Path) -> dict[str, Any]:
     from turboquant_rocm.backends._flydsl.runtime import DeviceRuntime
     from turboquant_rocm.backends._triton.workspace import Workspace
     from turboquant_rocm.dispatch import Decision
-    from turboquant_rocm.presets import get_preset
     from turboquant_rocm.spec import Target
 
     class StubRuntime(DeviceRuntime):
@@ -68,9 +67,7 @@ def main(arch: str, folder: Path) -> dict[str, Any]:
 
     case = make_case([0, 1, 70], hk=2, gqa=2)
     want, _ = case.expected()
-    decision = Decision(
-        case.layer, Target("amd", arch), get_preset("turboquant_4bit_nc"), 16, "flydsl", "soa"
-    )
+    decision = Decision(case.layer, Target("amd", arch), case.layout.preset, 16, "flydsl", "soa")
     out, lse = torch.zeros_like(case.query), torch.zeros(case.query.shape[:2])
     workspace = Workspace("cpu", 1 << 20)
     memory.memory = {

@@ -182,17 +182,22 @@ def test_padded_blocks(arch: str):
     check(out, lse, case.expected(), PARTIAL)
 
 
-BUDGETS = [(arch, gqa) for arch in ARCHES for gqa in LIMITS[arch]["dynamic"]]
+BUDGETS = [
+    (arch, preset, gqa)
+    for arch in ARCHES
+    for preset, limits in (("4bit_nc", LIMITS[arch]), ("k3v4_nc", LIMITS[arch]["k3v4"]))
+    for gqa in limits["dynamic"]
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("arch", "gqa"), BUDGETS)
-def test_instruction_budget(arch: str, gqa: int, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(("arch", "preset", "gqa"), BUDGETS)
+def test_instruction_budget(arch: str, preset: str, gqa: int, capsys: pytest.CaptureFixture[str]):
     """Executed lane instructions per element, block 16: the growth from 2,048 to 4,096 tokens."""
-    limits = LIMITS[arch]
+    limits = LIMITS[arch] if preset == "4bit_nc" else LIMITS[arch]["k3v4"]
     runs, conflicts = [], set()
     for tokens in (2048, 4096):
-        case = make_case([tokens], gqa=gqa)
+        case = make_case([tokens], gqa=gqa, preset=f"turboquant_{preset}")
         out, lse, result = simulate_decode(case, arch, 1, check="none")
         check(out, lse, case.expected(), PARTIAL)
         conflicts.add(result.counters.bank_conflict_cycles)  # only the merge at the end may have some
@@ -204,7 +209,8 @@ def test_instruction_budget(arch: str, gqa: int, capsys: pytest.CaptureFixture[s
     parts = ", ".join(f"{name} {count / 128:.1f}" for name, count in sorted(growth.items()))
     with capsys.disabled():
         print(
-            f"\n{arch} GQA {gqa}: {per_element:.3f} per element, {whole:.3f} of the whole; per 16 tokens: {parts}"
+            f"\n{arch} {preset} GQA {gqa}: {per_element:.3f} per element, {whole:.3f} of the whole; "
+            f"per 16 tokens: {parts}"
         )
     assert per_element <= limits["dynamic"][gqa] <= limits["goal"][gqa]
     assert whole <= limits["goal"][gqa], "start and merge included"
@@ -215,8 +221,10 @@ def test_goals_are_the_ones_that_were_set(arch: str):
     """A budget raised above what bandwidth leaves room for is no budget; one far above what is measured neither."""
     goals = {"gfx950": {1: 3.2, 4: 3.2, 6: 3.2, 8: 2.6, 12: 3.2, 16: 3.2}, "gfx942": {8: 4.0}}[arch]
     assert LIMITS[arch]["goal"] == goals
-    for gqa, limit in LIMITS[arch]["dynamic"].items():
-        assert limit <= min(goals[gqa], 1.1 * LIMITS[arch]["static"])
+    assert LIMITS[arch]["k3v4"]["goal"] == {8: {"gfx950": 2.27, "gfx942": 3.55}[arch]}
+    for limits in (LIMITS[arch], LIMITS[arch]["k3v4"]):
+        for gqa, limit in limits["dynamic"].items():
+            assert limit <= min(limits["goal"][gqa], 1.1 * limits["static"])
 
 
 class _CountingRuntime:

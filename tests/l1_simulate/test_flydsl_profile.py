@@ -19,12 +19,13 @@ pytest.importorskip("tinygrad", reason="the simulator decodes with tinygrad's AM
 
 from tests.l1_simulate.flydsl_helpers import check_resources, make_case, relative_error, run_ops
 from tests.l1_simulate.test_flydsl import ARCHES, TOLERANCE, check, check_sinks
-from turboquant_rocm import Code, get_preset
+from turboquant_rocm import Code
 from turboquant_rocm.backends import get_backend
 from turboquant_rocm.eligibility import AtMost, OneOf, Request
 from turboquant_rocm.target import get_target
 
 LENGTHS = (0, 1, 2, 7, 13, 16, 17, 31, 32, 33, 61, 64, 65, 97, 101, 127, 128, 129, 151)
+PRESETS = {4: "turboquant_4bit_nc", 3: "turboquant_k3v4_nc"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -48,13 +49,15 @@ class Drawn:
 
 
 def drawn(arch: str, gqa: int) -> Drawn:
-    """The call of a GQA ratio: everything else is random, block sizes and dtypes in turn."""
+    """The call of a GQA ratio: everything else is random, block sizes, dtypes and key bits in turn."""
     rng = random.Random(f"{gqa}")
     block = allowed(arch, Code.BLOCK_SIZE)[gqa % 4]
     dtype = allowed(arch, Code.DTYPE)[gqa // 4 % 2]
+    preset = PRESETS[allowed(arch, Code.KEY_BITS)[gqa // 3 % 2]]
     lens = [rng.choice(LENGTHS) for _ in range(rng.randint(1, 4))]
     options: dict[str, Any] = {
         "lens": lens, "hk": rng.randint(1, 3), "gqa": gqa, "block_size": block, "dtype": DTYPES[dtype], "seed": gqa,
+        "preset": preset,
     }  # fmt: skip
     if rng.random() < 0.5:
         options["query_lens"] = [rng.randint(0, min(4, n)) for n in lens]
@@ -69,7 +72,8 @@ def drawn(arch: str, gqa: int) -> Drawn:
 
 
 EVERY = [(arch, gqa) for arch in ARCHES for gqa in allowed(arch, Code.GQA_RATIO)]
-QUICK = {12}  # block 16, several query tokens, window, sinks, three splits, padding
+QUICK = {4, 12}
+"""3-bit keys, sinks and a soft cap; several query tokens with a window, sinks, three splits and padding."""
 
 
 @pytest.mark.parametrize(
@@ -79,9 +83,7 @@ QUICK = {12}  # block 16, several query tokens, window, sinks, three splits, pad
 def test_profile(arch: str, gqa: int):
     call = drawn(arch, gqa)
     case = make_case(**call.options)
-    request = Request(
-        case.layer, get_target(arch), get_preset("turboquant_4bit_nc"), call.options["block_size"]
-    )
+    request = Request(case.layer, get_target(arch), case.layout.preset, call.options["block_size"])
     assert not get_backend(f"flydsl_{arch}").refusals(request)
     g = torch.Generator().manual_seed(gqa)
     sinks = torch.randn((case.layer.num_heads,), generator=g) if case.layer.sinks else None
@@ -110,6 +112,9 @@ def test_the_draw_reaches_every_part_of_the_profile():
             values = allowed(arch, code)
             want = {DTYPES[v] for v in values} if name == "dtype" else set(values)
             assert {c.options[name] for c in calls} == want
+        assert {c.options["preset"] for c in calls} == {
+            PRESETS[bits] for bits in allowed(arch, Code.KEY_BITS)
+        }
         for feature in ("query_lens", "window", "sinks", "soft_cap"):
             with_it = [c for c in calls if feature in c.options]
             assert len(with_it) >= 3, feature

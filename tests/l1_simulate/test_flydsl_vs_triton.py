@@ -14,7 +14,7 @@ pytest.importorskip("tinygrad", reason="the simulator decodes with tinygrad's AM
 from ci.cdna_sim.launcher import Launch, simulated_launches
 from tests.l1_simulate.flydsl_helpers import Case, make_case, relative_error, run_ops
 from tests.l1_simulate.test_flydsl import ARCHES, LSE, TOLERANCE
-from turboquant_rocm import Decision, Target, bind, get_preset
+from turboquant_rocm import Decision, Target, bind
 from turboquant_rocm.backends import get_backend
 
 BETWEEN = 2 * TOLERANCE[torch.bfloat16]
@@ -28,7 +28,7 @@ def triton_decode(
     decision = Decision(
         case.layer,
         Target("amd", arch),
-        get_preset("turboquant_4bit_nc"),
+        case.layout.preset,
         case.layout.block_size,
         "triton_soa",
         "soa",
@@ -46,6 +46,7 @@ def triton_decode(
 CASES: dict[str, dict[str, Any]] = {
     "published": {"lens": [0, 1, 70], "hk": 1},
     "gqa-6-block-32": {"lens": [97, 33], "hk": 2, "gqa": 6, "block_size": 32},
+    "k3v4": {"lens": [97, 33], "hk": 2, "preset": "turboquant_k3v4_nc"},
     "window": {"lens": [130, 16], "window": 33, "kind": "sliding"},
     "soft-cap": {"lens": [70], "soft_cap": 20.0},
     "several-tokens": {"lens": [4, 70, 33], "query_lens": [4, 2, 1]},
