@@ -194,7 +194,7 @@ def test_layer_spec_reads_what_servers_say():
         assert (other.kind, other.window, other.scale, other.position_bias) == ("full", None, 0.3, "alibi")
 
 
-def server(dtypes: list[str], impl: Any = None, **layer: Any) -> SimpleNamespace:
+def server(dtypes: list[str], impl: Any = None, rank: int = 0, **layer: Any) -> SimpleNamespace:
     """What serving reads of a VllmConfig, with one attention layer for each cache dtype."""
     shape = {
         "num_heads": 9,
@@ -215,7 +215,7 @@ def server(dtypes: list[str], impl: Any = None, **layer: Any) -> SimpleNamespace
     return SimpleNamespace(
         model_config=SimpleNamespace(dtype=torch.bfloat16, model="m"),
         cache_config=SimpleNamespace(cache_dtype=next(d for d in dtypes if d != "auto")),
-        parallel_config=SimpleNamespace(tensor_parallel_size=2),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2, rank=rank),
         compilation_config=SimpleNamespace(static_forward_context=layers),
     )
 
@@ -248,9 +248,12 @@ def test_a_layer_that_no_backend_serves_is_told_with_every_reason():
 def test_the_report_is_logged_once(caplog: pytest.LogCaptureFixture):
     served = serving.ServedModel.of(server(DTYPES))
     answer = served.plan(64, Settings(cpu="reference"))
+    other = serving.ServedModel.of(server(DTYPES, rank=3))
     with caplog.at_level("INFO", logger="vllm.turboquant_rocm"):
+        serving.report(other, answer, "another rank's note")
         serving.report(served, answer, "a note of this test")
         serving.report(served, answer, "a note of this test")
+    assert "another rank" not in caplog.text
     assert caplog.text.count("a note of this test") == 1
     assert "2 of 4 layers packed: 2 native, 2 torch_reference (soa)" in caplog.text
 

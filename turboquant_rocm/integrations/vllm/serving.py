@@ -145,6 +145,7 @@ class ServedModel:
     """The attention layers that the server has built in this process, in its own order.
 
     names: of layers. specs: what each needs. quantised: those with a turboquant cache dtype. preset: their dtype.
+    tp, tp_rank: tensor-parallel ranks, and which of them this is.
     """
 
     model: str
@@ -153,10 +154,12 @@ class ServedModel:
     quantised: frozenset[str]
     preset: str
     tp: int
+    tp_rank: int
 
     @classmethod
     def of(cls, vllm_config: Any) -> ServedModel:
         """From vLLM's configuration of this process, whose layers have been built."""
+        logger()  # what the dispatcher says goes to the server's log, too
         dtype = model_dtype(vllm_config.model_config.dtype)
         names: list[str] = []
         specs: list[LayerSpec] = []
@@ -186,10 +189,17 @@ class ServedModel:
                     quantised.add(name)
             names.append(name)
             specs.append(spec)
-        tp = vllm_config.parallel_config.tensor_parallel_size
+        parallel = vllm_config.parallel_config
+        tp = parallel.tensor_parallel_size
         preset = str(vllm_config.cache_config.cache_dtype)
         return cls(
-            vllm_config.model_config.model, tuple(names), tuple(specs), frozenset(quantised), preset, tp
+            vllm_config.model_config.model,
+            tuple(names),
+            tuple(specs),
+            frozenset(quantised),
+            preset,
+            tp,
+            parallel.rank % tp,
         )
 
     def plan(self, block_size: int, settings: Settings) -> Plan:
@@ -246,7 +256,9 @@ def report_text(answer: Plan) -> str:
 
 
 def report(served: ServedModel, answer: Plan, note: str) -> None:
-    """Log the plan, once per process, with ``note`` above."""
+    """Log the plan with ``note`` above, once, by the first of the ranks that hold the same layers."""
+    if served.tp_rank:
+        return
     text = f"{note}\n{report_text(answer)}"
     if text in _reported:
         return
