@@ -245,17 +245,25 @@ def test_a_layer_that_no_backend_serves_is_told_with_every_reason():
     assert any("triton_soa" in line and "arch=cpu" in line for line in told)
 
 
-def test_the_report_is_logged_once(caplog: pytest.LogCaptureFixture):
-    served = serving.ServedModel.of(server(DTYPES))
-    answer = served.plan(64, Settings(cpu="reference"))
-    other = serving.ServedModel.of(server(DTYPES, rank=3))
+def test_the_report_is_logged_once_and_by_one_rank(caplog: pytest.LogCaptureFixture):
+    first, other = (serving.ServedModel.of(server(DTYPES, rank=rank)) for rank in (2, 3))
+    answer = first.plan(64, Settings(cpu="reference"))
     with caplog.at_level("INFO", logger="vllm.turboquant_rocm"):
-        serving.report(other, answer, "another rank's note")
-        serving.report(served, answer, "a note of this test")
-        serving.report(served, answer, "a note of this test")
-    assert "another rank" not in caplog.text
-    assert caplog.text.count("a note of this test") == 1
-    assert "2 of 4 layers packed: 2 native, 2 torch_reference (soa)" in caplog.text
+        serving.report(other, answer, in_charge=True)
+        assert not caplog.text
+        serving.report(first, answer, in_charge=True)
+        serving.report(first, answer, in_charge=True)
+    assert caplog.text.count("turboquant_rocm: 2 of 4 layers packed: 2 native, 2 torch_reference (soa)") == 1
+    assert caplog.text.count("serves this model. The plan") == 1
+
+
+def test_the_report_of_a_backend_left_in_charge_is_not_taken_for_ours(caplog: pytest.LogCaptureFixture):
+    served = serving.ServedModel.of(server(DTYPES))
+    with caplog.at_level("INFO", logger="vllm.turboquant_rocm"):
+        serving.report(served, served.plan(32, Settings(cpu="reference")), in_charge=False)
+    assert "vLLM's own turboquant backend serves 2 of 4 layers" in caplog.text
+    assert "would do (2 native, 2 torch_reference (soa))" in caplog.text
+    assert "layers packed" not in caplog.text and "serves this model" not in caplog.text
 
 
 def test_a_layer_that_runs_another_class_is_found():

@@ -2,6 +2,7 @@
 
     python -P classes.py cpu     a CPU that plays a GPU of CUDA, with the torch reference
     python -P classes.py cuda    this machine's GPU, with what the dispatcher chooses, and graphs
+    python -P classes.py left    with TURBOQUANT_ROCM_VLLM=off: which classes are built, and what they log
 
 vLLM's Python files and this checkout must be on PYTHONPATH. Prints one JSON line: by case, relative errors against
 exact attention over what each route may read. Layers, metadata, builders, groups and specs are vLLM's own; its engine
@@ -37,17 +38,17 @@ BATCHES: dict[str, list[tuple[int, int]]] = {
 
 
 def main(where: str, *only: str) -> None:
-    if where == "cpu":
-        pretend("cuda")
-    else:
+    if where == "cuda":
         stand_in("cuda")
+    else:
+        pretend("cuda")
     from vllm import _custom_ops
 
     for name in vars(_custom_ops):
         if name.startswith("cutlass_") and "support" in name:  # what no stand-in can answer
             setattr(_custom_ops, name, lambda *_: False)
     import torch
-    from vllm.config import CacheConfig, VllmConfig, set_current_vllm_config
+    from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.attention import Attention
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.worker.utils import AttentionGroup, customize_attention_spec
@@ -56,7 +57,10 @@ def main(where: str, *only: str) -> None:
     from turboquant_rocm.integrations.vllm import register
 
     register()
-    device = torch.device("cpu" if where == "cpu" else "cuda:0")
+    if where == "left":
+        print(json.dumps(_left_in_charge()))
+        return
+    device = torch.device("cuda:0" if where == "cuda" else "cpu")
     generator = torch.Generator().manual_seed(5)
 
     def random(*shape: int) -> torch.Tensor:
@@ -71,13 +75,7 @@ def main(where: str, *only: str) -> None:
     ):
         if set(only) - set(LAYERS) and preset not in only:
             continue
-        config = VllmConfig(cache_config=CacheConfig(cache_dtype=preset, block_size=BLOCK))
-        config.model_config = SimpleNamespace(
-            dtype=torch.bfloat16, is_mm_prefix_lm=False, rswa_window=None, max_model_len=BLOCK * 16, model="classes",
-            get_head_size=lambda size=size: size,
-        )  # fmt: skip
-        config.speculative_config = None
-        config.scheduler_config.max_num_seqs = 8
+        config = _config(preset, size)
         made: dict[str, Any] = {}
         with set_current_vllm_config(config):
             for i, (name, more) in enumerate(LAYERS.items()):
@@ -113,11 +111,62 @@ def main(where: str, *only: str) -> None:
                     lens, layer, builder, random, device, CommonAttentionMetadata, prefill_rows
                 )
             found["backends"][f"{preset}, {name}"] = layer.impl.bound.backend
-            if where != "cpu":
+            if where == "cuda":
                 found["graphs"][f"{preset}, {name}"] = _graph(
                     layer, builder, random, device, CommonAttentionMetadata
                 )
     print(json.dumps(found))
+
+
+def _config(preset: str, size: int) -> Any:
+    """A VllmConfig for blocks of BLOCK tokens, around a made-up model."""
+    import torch
+    from vllm.config import CacheConfig, VllmConfig
+
+    config = VllmConfig(cache_config=CacheConfig(cache_dtype=preset, block_size=BLOCK))
+    config.model_config = SimpleNamespace(
+        dtype=torch.bfloat16, is_mm_prefix_lm=False, rswa_window=None, max_model_len=BLOCK * 16, model="classes",
+        get_head_size=lambda: size, get_num_attention_heads=lambda _: DEVICE_HEADS[0],
+    )  # fmt: skip
+    config.speculative_config = None
+    config.scheduler_config.max_num_seqs = 8
+    return config
+
+
+def _left_in_charge() -> dict[str, Any]:
+    """Build a layer and its metadata builder as registered, for a GPU that is not here."""
+    import logging
+
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.worker.utils import AttentionGroup, customize_attention_spec
+
+    from turboquant_rocm.integrations.vllm import serving
+    from turboquant_rocm.target import get_target
+
+    serving.serving_target = lambda _: get_target("sm_90")
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    serving.logger().addHandler(handler)
+    serving.logger().setLevel(logging.INFO)
+    config = _config("turboquant_4bit_nc", 128)
+    torch.set_default_dtype(torch.bfloat16)  # as vLLM does while it builds a model
+    with set_current_vllm_config(config):
+        layer = Attention(
+            *DEVICE_HEADS[:1],
+            128,
+            128**-0.5,
+            DEVICE_HEADS[1],
+            cache_config=config.cache_config,
+            prefix="layers.0.attn",
+        )
+        spec = customize_attention_spec(layer.get_attn_backend(), layer.get_kv_cache_spec(config))
+        group = AttentionGroup(layer.get_attn_backend(), [layer.layer_name], spec, 0)
+        group.create_metadata_builders(config, torch.device("cpu"), BLOCK)
+    classes = [type(layer.impl), type(group.get_metadata_builder())]
+    return {"log": lines, "classes": [f"{c.__module__}.{c.__qualname__}" for c in classes]}
 
 
 def _common(kind: Any, lens: list[tuple[int, int]], table: Any, slots: Any, device: Any) -> Any:

@@ -1,12 +1,13 @@
 """One run of the real vLLM engine, in a process of its own: a job as JSON on standard input, results in a file.
 
-    {"model": folder, "options": {of vllm.LLM},
+    {"model": folder, "options": {of vllm.LLM}, "packed_rows": n,
      "batches": [{"prompts": [[ids]], "max_tokens": n, "score": bool, "forget": bool}]}
 
-Prompts of a batch are given together; "forget" empties the prefix cache before. The result of each batch is
-{"outputs": [...], "routes": [...]}. Per prompt: the generated tokens, their logprobs, how many tokens a prefix hit
-saved, and with "score" minus the logprobs of the prompt's own tokens. Per step of the engine: the routes that the first
-packed layer took, as [route, query tokens, history].
+"packed_rows": chunks of up to so many tokens read everything packed, first ones too; vLLM's own number is one, and
+more with speculative tokens. Prompts of a batch are given together; "forget" empties the prefix cache before. The
+result of each batch is {"outputs": [...], "routes": [...]}. Per prompt: the generated tokens, their logprobs, how many
+tokens a prefix hit saved, and with "score" minus the logprobs of the prompt's own tokens. Per step of the engine: the
+routes that the first packed layer took, as [route, query tokens, history].
 """
 
 from __future__ import annotations
@@ -45,6 +46,13 @@ def _watch_routes() -> None:
     backend.TurboQuantImpl.forward = watched
 
 
+def _pack_rows(count: int) -> None:
+    """Decode chunks of up to ``count`` tokens, as if so many were speculative."""
+    from turboquant_rocm.integrations.vllm import backend
+
+    backend.TurboQuantBuilder.threshold = property(lambda self: count)
+
+
 def _facts(llm: Any) -> dict[str, Any]:
     """Which class every attention layer really runs, and where the server put its cache."""
     config = llm.llm_engine.vllm_config
@@ -64,6 +72,8 @@ def main(result: str) -> None:
     job = json.load(sys.stdin)
     from vllm import LLM, SamplingParams
 
+    if job.get("packed_rows"):
+        _pack_rows(job["packed_rows"])
     llm = LLM(job["model"], enforce_eager=True, **job["options"])
     inside = os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     if inside:

@@ -19,10 +19,10 @@ def main() -> None:
     from turboquant_rocm.evaluation.schemes import preset_scheme
     from turboquant_rocm.evaluation.tasks import Passage
 
-    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32).eval()
     schemes = [
         preset_scheme(
-            model.config, name, name=name, backend="torch_reference", target="cpu", dtype="bf16",
+            model.config, name, name=name, backend="torch_reference", target="cpu", dtype="fp32",
             protect=job["protect"],
         )
         for name in job["presets"]

@@ -19,22 +19,23 @@ from tests.vllm.test_selectors import SOURCES
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What classes.py measured on the CPU."""
+def measured(where: str, folder: Path, **asked: str) -> dict[str, Any]:
+    """What classes.py prints."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("TURBOQUANT_ROCM_", "VLLM_"))}
-    asked = {
-        "TURBOQUANT_ROCM_VLLM": "required",
-        "TURBOQUANT_ROCM_VLLM_CPU": "reference",
-        "OMP_NUM_THREADS": "1",
-    }
     done = subprocess.run(
-        [sys.executable, "-P", str(Path(__file__).with_name("classes.py")), "cpu"],
-        capture_output=True, text=True, cwd=tmp_path_factory.mktemp("classes"), check=False,
-        env={**kept, **asked, "PYTHONPATH": str(SOURCES), "TURBOQUANT_ROCM_VLLM_CHECKS": "full"},
+        [sys.executable, "-P", str(Path(__file__).with_name("classes.py")), where],
+        capture_output=True, text=True, cwd=folder, check=False,
+        env={**kept, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1", **asked},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Errors of the torch reference on the CPU."""
+    asked = {"TURBOQUANT_ROCM_VLLM_CPU": "reference", "TURBOQUANT_ROCM_VLLM_CHECKS": "full"}
+    return measured("cpu", tmp_path_factory.mktemp("classes"), **asked)
 
 
 @pytest.mark.parametrize("feature", ["plain", "window", "soft cap", "sinks"])
@@ -48,3 +49,13 @@ def test_every_route_is_exact_attention_over_what_it_may_read(found: dict[str, A
 
 def test_the_reference_ran(found: dict[str, Any]):
     assert set(found["backends"].values()) == {"torch_reference"}
+
+
+def test_vllms_own_backend_left_in_charge_has_our_plan_logged(tmp_path: Path):
+    found = measured("left", tmp_path, TURBOQUANT_ROCM_VLLM="off")
+    impl, builder = found["classes"]
+    assert impl == "vllm.v1.attention.backends.turboquant_attn.TurboQuantAttentionImpl"
+    assert builder == "turboquant_rocm.integrations.vllm.watched.WatchedBuilder"
+    log = "\n".join(found["log"])
+    assert log.count("vLLM's own turboquant backend serves 1 of 1 layers") == 1
+    assert "would do (1 triton_soa (soa))" in log and "sm_90" in log

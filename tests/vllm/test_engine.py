@@ -62,11 +62,12 @@ def process(
 def run_engine(tmp_path: Path, dtype: str, batches: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
     """Results of engine.py, and what it logged under "log"."""
     environ = clean_environment(**options.pop("environ", {}))
+    packed_rows = options.pop("packed_rows", None)
     asked = {
         "kv_cache_dtype": dtype, "block_size": BLOCK, "max_model_len": SCORED + 16, "max_num_seqs": 4,
         "enable_prefix_caching": False, **options,
     }  # fmt: skip
-    job = {"model": str(MODEL), "options": asked, "batches": batches}
+    job = {"model": str(MODEL), "options": asked, "batches": batches, "packed_rows": packed_rows}
     done = process("engine.py", job, environ, tmp_path, str(tmp_path / "result.json"))
     log = done.stdout + done.stderr
     assert done.returncode == 0, log[-4000:]
@@ -105,12 +106,16 @@ def prompt(start: int, count: int) -> list[int]:
 def test_engine_serves_and_predicts_as_the_evaluation_says(
     preset: str, reference: dict[str, list[float]], tmp_path: Path
 ):
-    """Chunks of 16 tokens: every query but those of the first chunk reads packed keys and values, its own included."""
+    """Chunks of 16 tokens, the first one too, that read packed keys and values, their own included: as evaluated.
+
+    In fp32, so that both give nearly every element the same code: in bf16 other roundings alone moved 3-bit presets by
+    1.5 to 2 % on so few tokens.
+    """
     batches = [
         {"prompts": [prompt(0, 40), prompt(500, 12)], "max_tokens": 8},
         {"prompts": [list(text_ids())], "max_tokens": 1, "score": True},
     ]
-    found = run_engine(tmp_path, preset, batches, max_num_batched_tokens=16)
+    found = run_engine(tmp_path, preset, batches, max_num_batched_tokens=16, packed_rows=16, dtype="float32")
 
     layers = list(found["layers"].values())
     packed = [x for x in layers if x["impl"] == OURS]
@@ -120,16 +125,15 @@ def test_engine_serves_and_predicts_as_the_evaluation_says(
     assert {x["backend"] for x in packed} == {"torch_reference"}
     size = make_layout("soa", preset, HEAD_SIZE, KV_HEADS, BLOCK).bytes_per_token
     assert {x["bytes_per_token"] for x in packed} == {size}
-    assert {x["bytes_per_token"] for x in native} == {KV_HEADS * HEAD_SIZE * 2 * 2}
+    assert {x["bytes_per_token"] for x in native} == {KV_HEADS * HEAD_SIZE * 2 * 4}
     assert f"26 of {LAYERS} layers packed" in found["log"]
     assert found["log"].count("serves this model. The plan") == 1
 
     first, scored = found["batches"]
     assert all(len(x["tokens"]) == 8 and all(map(math.isfinite, x["logprobs"])) for x in first["outputs"])
-    assert {"first", "decode"} <= {route for step in first["routes"] for route, _, _ in step}
-
-    assert [[r] for r in scored["routes"][0]] == [[["first", 16, 0]]]
-    assert scored["routes"][1] == [["decode", 16, 16]]
+    assert [1] in [[row[1] for row in step] for step in first["routes"]]
+    assert scored["routes"][:2] == [[["decode", 16, 0]], [["decode", 16, 16]]]
+    assert {route for step in scored["routes"] for route, _, _ in step} == {"decode"}
     nll = scored["outputs"][0]["nll"]
     assert len(nll) == SCORED - 1 >= 1000
     engine, evaluation, exact = fmean(nll), fmean(reference[preset]), fmean(reference[""])
@@ -232,6 +236,33 @@ def test_engine_in_processes_of_its_own(tmp_path: Path):
     assert outside["log"].count("serves this model. The plan") == 1
     assert outside["log"].count(f"26 of {LAYERS} layers packed: 4 native, 26 torch_reference (soa)") == 1
     assert outside["batches"][0]["outputs"][0]["tokens"] == inside["batches"][0]["outputs"][0]["tokens"]
+
+
+def test_speculative_tokens_are_verified_by_the_multi_query_decode(tmp_path: Path):
+    """Drafts come from the prompt itself, which repeats; what is accepted must be what greedy decoding gives."""
+    repeated = prompt(600, 24)
+    batch = {"prompts": [repeated * 4], "max_tokens": 24}
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    plain = run_engine(tmp_path, PRESET, [batch])["batches"][0]
+    drafted = run_engine(tmp_path, PRESET, [batch], speculative_config=drafts)["batches"][0]
+    steps = [step for step in drafted["routes"] if step[0][0] == "decode"]
+    assert [4] in [[row[1] for row in step] for step in steps], drafted["routes"]
+    assert len(steps) < len(plain["routes"]) - 1, "no draft was ever accepted"
+    assert difference(plain["outputs"][0], drafted["outputs"][0]) <= SAME_ROUTE
+    assert drafted["outputs"][0]["tokens"][:8] == plain["outputs"][0]["tokens"][:8]
+
+
+def test_tensor_parallel_ranks_serve_their_local_heads(tmp_path: Path):
+    """Three ranks of 3/1 heads: one report, and the tokens of one rank."""
+    batches = [ask(PROMPTS[0])]
+    whole = run_engine(tmp_path, PRESET, batches)["batches"][0]["outputs"][0]
+    environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    split = run_engine(tmp_path, PRESET, batches, tensor_parallel_size=3, environ=environ)
+    assert split["log"].count("serves this model. The plan") == 1
+    assert "one of 3 tensor-parallel ranks" in split["log"] and "full, 3/1 heads of 64" in split["log"]
+    found = split["batches"][0]["outputs"][0]
+    print("one rank and three:", difference(whole, found))
+    assert difference(whole, found) <= OTHER_ROUTE
 
 
 @pytest.mark.parametrize(

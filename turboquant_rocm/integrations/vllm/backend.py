@@ -171,7 +171,7 @@ class TurboQuantBuilder(AttentionMetadataBuilder[BatchMetadata]):
         settings = Settings.from_environment()
         served = ServedModel.of(vllm_config)
         answer = served.plan(kv_cache_spec.block_size, settings)
-        report(served, answer, "turboquant_rocm serves this model. The plan, as `explain` prints it:")
+        report(served, answer, in_charge=True)
         decided = {n: e.decision for n, e in zip(served.names, answer.layers, strict=True)}
         context = vllm_config.compilation_config.static_forward_context
         self._impls: list[tuple[Any, TurboQuantImpl]] = []
@@ -223,9 +223,11 @@ class TurboQuantBuilder(AttentionMetadataBuilder[BatchMetadata]):
             raise UnsupportedError(
                 "this batch", [Unsupported(ServerCode.CAUSAL, cam.causal, "causal attention")]
             )
-        for layer, impl in self._impls:  # the server may have moved its pool, or padded it
-            if impl.find_cache(layer.kv_cache):
-                self._warm_up(impl)
+        first, first_impl = self._impls[0]
+        if not first_impl.knows(first.kv_cache):  # the server has made its pool, padded it, or moved it
+            for layer, impl in self._impls:
+                if impl.find_cache(layer.kv_cache):
+                    self._warm_up(impl)
         parts = split(cam.query_start_loc_cpu.tolist(), self.threshold)
         made = BatchMetadata(
             num_actual_tokens=cam.num_actual_tokens,
@@ -335,18 +337,25 @@ class TurboQuantImpl(AttentionImpl[BatchMetadata]):
         self.warm = False
         return True
 
+    def knows(self, kv_cache: torch.Tensor) -> bool:
+        """True if this is the pool that was bound to this layer last."""
+        return bool(self._seen == (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride()))
+
     def find_cache(self, kv_cache: torch.Tensor) -> bool:
         """Look at the pool that the server bound to this layer. True if it needs kernels for another stride."""
-        seen = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride())
-        if seen == self._seen or not kv_cache.numel():
+        if self.knows(kv_cache) or not kv_cache.numel():
             return False
         if kv_cache.dtype != torch.uint8:
             raise SpecError("kv_cache", kv_cache.dtype, "uint8")
         changed = self.use_stride(block_stride(kv_cache.shape, kv_cache.stride()))
         assert self.bound is not None
         layout = self.bound.layout
+        wanted = (layout.num_kv_heads, layout.block_size, layout.slot_bytes)
+        if tuple(kv_cache.shape[1:]) != wanted:
+            raise SpecError("kv_cache", tuple(kv_cache.shape), f"[num_blocks, {', '.join(map(str, wanted))}]")
         view = kv_cache.as_strided((kv_cache.shape[0], *layout.shape), layout.strides)
-        self._cache, self._seen = self.bound.wrap(view), seen
+        self._cache = self.bound.wrap(view)
+        self._seen = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride())
         return changed
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:

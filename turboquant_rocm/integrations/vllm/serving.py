@@ -255,23 +255,27 @@ def report_text(answer: Plan) -> str:
     return table_of(kept, REPORT_WIDTH)
 
 
-def report(served: ServedModel, answer: Plan, note: str) -> None:
-    """Log the plan with ``note`` above, once, by the first of the ranks that hold the same layers."""
+def report(served: ServedModel, answer: Plan, *, in_charge: bool) -> None:
+    """Log the plan, once, by the first of the ranks that hold the same layers. in_charge: it is what will run."""
     if served.tp_rank:
         return
-    text = f"{note}\n{report_text(answer)}"
-    if text in _reported:
-        return
-    _reported.add(text)
     counts: dict[str, int] = {}
     for entry in answer.layers:
         what = f"{entry.backend} ({entry.decision.layout})" if entry.decision else str(entry.role)
         counts[what] = counts.get(what, 0) + 1
     summary = ", ".join(f"{n} {what}" for what, n in counts.items())
-    logger().info(
-        "turboquant_rocm: %s of %s layers packed: %s", len(served.quantised), len(served.names), summary
-    )
-    logger().info("%s", text)
+    packed = f"{len(served.quantised)} of {len(served.names)} layers"
+    if in_charge:
+        head = f"turboquant_rocm: {packed} packed: {summary}"
+        note = "turboquant_rocm serves this model. The plan, as `explain` prints it:"
+    else:
+        head = f"vLLM's own turboquant backend serves {packed} (TURBOQUANT_ROCM_VLLM=off)"
+        note = f"What turboquant_rocm would do ({summary}), as `explain` prints it:"
+    text = f"{note}\n{report_text(answer)}"
+    if text not in _reported:
+        _reported.add(text)
+        logger().info("%s", head)
+        logger().info("%s", text)
 
 
 def refused_layers(answer: Plan) -> list[str]:

@@ -21,12 +21,7 @@ class WatchedBuilder(TurboQuantMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, **more)
         served = ServedModel.of(vllm_config)
         answer = served.plan(kv_cache_spec.block_size, Settings.from_environment())
-        report(
-            served,
-            answer,
-            "vLLM's own turboquant backend serves this model (TURBOQUANT_ROCM_VLLM=off). What turboquant_rocm would "
-            "do, as `explain` prints it:",
-        )
+        report(served, answer, in_charge=False)
 
 
 class WatchedBackend(TurboQuantAttentionBackend):
