@@ -123,7 +123,11 @@ BARS = [
         "2-32 step 2",
         "triton_soa",
         2,
-        ("value_bits=3 (wants 4)", "head_size=64 (wants 128)", "block_size=48 (wants one of 16, 32, 64, 128)"),
+        (
+            "value_bits=3 (wants 4)",
+            "head_size=64 (wants 128)",
+            "block_size=48 (wants one of 16, 32, 64, 128)",
+        ),
     ),
 ]
 
