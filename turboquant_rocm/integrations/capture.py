@@ -299,7 +299,7 @@ class StoreCache(packed.TurboQuantCache):
         skip = {*skip_layers, str(AttentionKind.SLIDING)}
         super().__init__(config, preset, backend, skip_layers=skip, **options)
 
-    def _packed(self, entry: LayerPlan, native: Any, direct: Callable[[], bool], checks: Checks) -> Any:  # type: ignore[override]
+    def _packed(self, entry: LayerPlan, native: Any, direct: Callable[[], bool], checks: Checks) -> Any:
         assert entry.decision is not None
         bound = bind(entry.decision, checks=checks)
         if self.mode is Mode.CAPTURE_ONLY:
