@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..eligibility import AtMost, Code, HasRotation, OneOf, Without
+from ..eligibility import AtMost, Code, HasRotation, OneOf, WholeGroups, Without
 from ..spec import AttentionKind
 from . import Backend, register
 
@@ -15,6 +15,7 @@ BACKEND = register(
         requires=(
             OneOf(Code.LAYER_KIND, (AttentionKind.FULL, AttentionKind.SLIDING)),
             HasRotation(),
+            WholeGroups(),
             AtMost(Code.BLOCK_SIZE, limit=1 << 20),
             Without(Code.POSITION_BIAS),
         ),

@@ -21,7 +21,7 @@ from tests.golden_data import NUM_KV_HEADS, GoldenCase
 from tests.golden_data import cases as golden_cases
 from turboquant_rocm import LayerSpec
 from turboquant_rocm.layouts import LAYOUT_NAMES
-from turboquant_rocm.presets import preset_names
+from turboquant_rocm.presets import serving_names
 
 __all__ = ["FILL", "Case", "Paged", "case_list", "normal", "paged_inputs", "store_inputs"]
 
@@ -208,7 +208,7 @@ def _stores() -> Iterator[Case]:
             "store", g.preset, g.layout, g.head_size, g.dtype, g.block_size, NUM_KV_HEADS,
             label="golden", golden=True,
         )  # fmt: skip
-    for preset in preset_names():
+    for preset in serving_names():
         for layout in LAYOUT_NAMES:
             for head_size in (64, 128, 256):
                 for dtype in ("bf16", "fp16"):
@@ -234,14 +234,14 @@ _FEATURES: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
 
 def _decodes() -> Iterator[Case]:
     for layout in LAYOUT_NAMES:
-        for preset in preset_names():
+        for preset in serving_names():
             for head_size in (64, 128, 256):
                 yield Case("decode", preset, layout, head_size, "bf16", gqa_ratio=4, label="plain")
                 yield Case("decode", preset, layout, head_size, "fp16", label="plain", long=head_size != 128)
             yield Case("decode", preset, layout, 128, "bf16", 32, label="plain", long=True)
             yield Case("decode", preset, layout, 96, "bf16", label="plain", long=True)
         for label, more in _FEATURES:
-            for preset in preset_names():
+            for preset in serving_names():
                 yield Case(
                     "decode", preset, layout, 128, "bf16", label=label,
                     long=preset != "turboquant_4bit_nc", **more,
@@ -250,7 +250,7 @@ def _decodes() -> Iterator[Case]:
 
 def _dequantizes() -> Iterator[Case]:
     for layout in LAYOUT_NAMES:
-        for preset in preset_names():
+        for preset in serving_names():
             for head_size in (64, 128, 256):
                 yield Case(
                     "dequantize", preset, layout, head_size, "bf16", seq_lens=(1, 33, 0, 50), label="plain",
@@ -261,7 +261,7 @@ def _dequantizes() -> Iterator[Case]:
 def _times() -> Iterator[Case]:
     """Served shapes: 64 query and 8 KV heads, 32 sequences. Only for devices."""
     for layout in LAYOUT_NAMES:
-        for preset in preset_names():
+        for preset in serving_names():
             for length in (1024, 4096):
                 yield Case(
                     "time", preset, layout, 128, "bf16", num_kv_heads=8, gqa_ratio=8,

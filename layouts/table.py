@@ -164,14 +164,15 @@ class Layout:
     def integers(self) -> dict[str, int]:
         """The table flattened to upper-case names, as kernels take it: KEY_DATA_BASE, KEY_DATA_TOKEN_STRIDE ...
 
-        Fields that the preset does not store are there with zeros, so that one kernel signature serves all.
+        Fields that the preset does not store are there with zeros, so that one kernel signature serves all; those of a
+        sketch only where there is one.
         """
-        from .slot import FIELD_NAMES
+        from .slot import FIELD_NAMES, SKETCH_FIELDS
 
         table = {"BLOCK_STRIDE": self.block_stride, "BLOCK_SIZE": self.block_size}
         zero = Place(0, 0, 0, 0)
         known = dict(self.places)
-        for name in FIELD_NAMES:
+        for name in (*FIELD_NAMES, *(name for name in SKETCH_FIELDS if name in known)):
             place = known.get(name, zero)
             for f in fields(place):
                 table[f"{name}_{f.name}".upper()] = getattr(place, f.name)

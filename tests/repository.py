@@ -27,12 +27,16 @@ HEAVY = (
     "turboquant_rocm.bench.measure",
     "turboquant_rocm.bench.timing",
     "turboquant_rocm.bench.tune",
+    "turboquant_rocm.compressed_store",
     "turboquant_rocm.continuation",
-    "turboquant_rocm.evaluate",
+    "turboquant_rocm.evaluation.attention",
+    "turboquant_rocm.evaluation.compare",
+    "turboquant_rocm.evaluation.schemes",
     "turboquant_rocm.integrations.",
     "turboquant_rocm.layouts.convert",
     "turboquant_rocm.layouts.views",
     "turboquant_rocm.ops",
+    "turboquant_rocm.paper",
     "turboquant_rocm.quantizers",
 )
 """Prefixes of modules that may import a framework when they are imported. Everything else must not."""

@@ -29,8 +29,9 @@ from .codebook import centroids, rotation
 from .dispatch import Decision
 from .layouts import Layout
 from .layouts.packing import unpack
-from .layouts.views import field_view, read_fp16
+from .layouts.views import field_view
 from .ops import PagedCache, bind
+from .seeded import cache_sketch
 from .spec import Dtype, LayerSpec, NormMeaning, SpecError, Target
 
 __all__ = [
@@ -56,12 +57,17 @@ MIN_EXACT: Final = 0.99
 """Share of (token, head) slots whose bytes must all equal the reference's. The rest is for coordinates on a decision
 threshold, where the order of fp32 additions decides; their codes may be one step off."""
 
+SKETCH_SLACK: Final = 0.9
+"""The same with a sketch: a tie changes what the signs are of, and so the whole estimate and not one coordinate."""
+
 DISTORTION_SLACK: Final = 0.05
 """Part by which the NMSE of a KV head may differ from an ideal quantiser's, for the same reason."""
 
 MAX_OVER_THEORY: Final = 1.5
 """Largest NMSE of an ideal quantiser's keys over the theoretical one, on the keys of :func:`probe_keys`: more, and the
 codebook and the rotation, which the reference and the ideal quantiser share, do not fit each other."""
+
+_CODES: Final = ("key_data", "key_signs", "value_data")
 
 FP16_MAX: Final = 65504.0
 FILL: Final = 0xCD  # of both caches before the store: a byte that nobody should write shows
@@ -179,16 +185,38 @@ def ideal_keys(
     """What keys [T, Hk, D] float64 must read back as, from the definition: dense rotation, nearest code, fp16 norm."""
     if layout.preset.fp8_keys:
         return key.sign() * _nearest(key.abs(), _e4m3_magnitudes().to(key.device))
-    d, bits = layout.head_size, layout.preset.key_bits
-    turn = torch.tensor(rotation(d), device=key.device)
-    norm = key.norm(dim=-1, keepdim=True)
-    table = torch.tensor(centroids(d, bits), dtype=torch.float64, device=key.device)
-    c = _nearest(key / (norm + 1e-8) @ turn.T, table)
+    if layout.preset.sketch:
+        return _ideal_sketched(key, layout.preset.code_bits)
+    folded = layout.norm_meaning is NormMeaning.FOLDED
+    return _ideal_codes(key, layout.preset.key_bits, folded, layout.preset.norm_correction)
+
+
+def _ideal_sketched(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """TurboQuant_prod by its definition: the codes' vector and the estimate of what they leave, by dense matrices."""
+    d = x.shape[-1]
+    turn, table, sketch = (
+        torch.tensor(np.array(m), dtype=torch.float64, device=x.device)
+        for m in (rotation(d), centroids(d, bits), cache_sketch(d))
+    )
+    norm = x.norm(dim=-1, keepdim=True)
+    y = x / (norm + 1e-8) @ turn.T
+    c = _nearest(y, table)
+    signs = torch.where((y - c) @ sketch.T >= 0, 1.0, -1.0).double()
+    left = _fp16(norm.clamp(max=FP16_MAX) * (y - c).norm(dim=-1, keepdim=True)) * math.sqrt(math.pi / 2) / d
+    return (_fp16(norm) * c + left * (signs @ sketch)) @ turn
+
+
+def _ideal_codes(x: torch.Tensor, bits: int, folded: bool, norm_correction: bool) -> torch.Tensor:
+    d = x.shape[-1]
+    turn = torch.tensor(rotation(d), device=x.device)
+    norm = x.norm(dim=-1, keepdim=True)
+    table = torch.tensor(centroids(d, bits), dtype=torch.float64, device=x.device)
+    c = _nearest(x / (norm + 1e-8) @ turn.T, table)
     length = c.norm(dim=-1, keepdim=True)
-    if layout.norm_meaning is NormMeaning.FOLDED:
+    if folded:
         size = _fp16(norm / length)
     else:
-        size = _fp16(norm) / (length if layout.preset.norm_correction else 1.0)
+        size = _fp16(norm) / (length if norm_correction else 1.0)
     return size * c @ turn
 
 
@@ -212,15 +240,22 @@ def ideal_values(
     value: torch.Tensor,  # [T, Hk, Dv] float64, finite
     layout: Layout,
 ) -> torch.Tensor:
-    """What values [T, Hk, Dv] float64 must read back as: uniform codes, fp16 scale and zero point."""
-    v = value.clamp(-FP16_MAX, FP16_MAX)
+    """What values [T, Hk, Dv] float64 must read back as: uniform codes, fp16 scale and zero point; or as keys."""
+    if layout.preset.rotated_values:
+        return _ideal_codes(value, layout.preset.value_bits, folded=True, norm_correction=True)
+    v = _groups(value.clamp(-FP16_MAX, FP16_MAX), layout)
     zero, step = v.amin(-1, keepdim=True), _value_step(v, layout)
     codes = ((v - zero) / step + 0.5).floor().clamp(0, 2**layout.preset.value_bits - 1)
-    return codes * _fp16(step) + _fp16(zero)
+    return (codes * _fp16(step) + _fp16(zero)).flatten(-2)
+
+
+def _groups(value: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """[T, Hk, groups, values of a group]."""
+    return value.unflatten(-1, (-1, layout.preset.value_group or value.shape[-1]))
 
 
 def _value_step(value: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Distance of neighbouring codes of each vector [T, Hk, 1]."""
+    """Distance of neighbouring codes [..., 1] of each group of values [..., n]."""
     levels = 2**layout.preset.value_bits - 1
     return (value.amax(-1, keepdim=True) - value.amin(-1, keepdim=True)).clamp(min=1e-8 * levels) / levels
 
@@ -249,15 +284,15 @@ def _steps(got: torch.Tensor, want: torch.Tensor, name: str, layout: Layout) -> 
     preset = layout.preset
     if name == "key_data" and preset.fp8_keys:
         a, b = (_magnitude_order(x, 0x80) for x in (got, want))
-    elif name in ("key_data", "value_data"):
-        bits, width = (
-            (preset.key_bits, layout.head_size)
-            if name == "key_data"
-            else (preset.value_bits, layout.value_head_size)
-        )
+    elif name in _CODES:
+        bits, width = {
+            "key_data": (preset.code_bits, layout.head_size),
+            "key_signs": (1, layout.head_size),
+            "value_data": (preset.value_bits, layout.value_head_size),
+        }[name]
         a, b = (unpack(x.contiguous(), bits, width).int() for x in (got, want))
     else:
-        a, b = (_magnitude_order(read_fp16(x).view(torch.int16), 0x8000)[..., None] for x in (got, want))
+        a, b = (_magnitude_order(x.contiguous().view(torch.int16), 0x8000) for x in (got, want))
     return (a - b).abs()
 
 
@@ -283,11 +318,14 @@ def compare_stored(
         off = (steps > 0).sum(-1)
         exact &= off == 0
         tied[name] = off > 0
-        if name.endswith("_data"):
+        if name in _CODES:
             wrong |= (steps.amax(-1) > 1) | (off > max(1, steps.shape[-1] // 32))
         else:
-            allowed = torch.where(tied["key_data"], 32, 1) if name == "key_norm" else 1
-            wrong |= steps[..., 0] > allowed
+            of = {"key_norm": "key_data", "key_residual": "key_data"}
+            if layout.preset.rotated_values:
+                of["value_scale"] = "value_data"
+            allowed = torch.where(tied[of[name]], 32, 1) if name in of else 1
+            wrong |= steps.amax(-1) > allowed
     rest = []
     for cache in (got, want):
         flat = cache.as_strided((cache.shape[0], layout.block_stride), (layout.block_stride, 1)).clone()
@@ -358,7 +396,8 @@ class Measurement:
     nonfinite_*: vectors with a NaN or an infinity. Keys and values are stored as zero vectors, and all are zero in
     what they are compared with; a query is replaced before it is decoded. nonfinite_counted: store counted the same.
     *_nmse_ideal: of an ideal quantiser on the same vectors; off_ideal: largest relative distance from it of one KV
-    head. probe_over_theory: the ideal quantiser's NMSE over the theoretical one on :func:`probe_keys`. oracle_error:
+    head, and what it may be. probe_over_theory: the ideal quantiser's NMSE over the theoretical one on
+    :func:`probe_keys`. oracle_error:
     the worst of one row and head; oracle_ratio: the worst part of what is allowed, the backend's tolerance or twice
     the error of plain attention in the dtype of the query. store_*: see StoreComparison.
     """
@@ -382,6 +421,7 @@ class Measurement:
     value_nmse_theory: float
     value_nmse_ideal: float
     off_ideal: float
+    off_ideal_limit: float
     probe_over_theory: float
     output_error: float
     output_cosine: float
@@ -408,7 +448,7 @@ class Measurement:
     @property
     def distortion_ok(self) -> bool:
         """True if keys and values read back as by an ideal quantiser, and that one is what theory says; NaN is not."""
-        return self.off_ideal <= DISTORTION_SLACK and self.probe_over_theory <= MAX_OVER_THEORY
+        return self.off_ideal <= self.off_ideal_limit and self.probe_over_theory <= MAX_OVER_THEORY
 
     @property
     def decode_ok(self) -> bool:
@@ -428,8 +468,8 @@ class Measurement:
         if not self.distortion_ok:
             found.append(
                 f"distortion: the NMSE of a KV head is {self.off_ideal:.1%} off an ideal quantiser's (wants at most "
-                f"{DISTORTION_SLACK:.0%}), whose own is {self.probe_over_theory:.2f} times the theoretical one on keys "
-                f"made for it (wants at most {MAX_OVER_THEORY:g})"
+                f"{self.off_ideal_limit:.0%}), whose own is {self.probe_over_theory:.2f} times the theoretical one on "
+                f"keys made for it (wants at most {MAX_OVER_THEORY:g})"
             )
         if not self.decode_ok:
             found.append(
@@ -520,9 +560,15 @@ def measure(
     errors = _row_errors(out, wanted, query.dtype)
     allowed = (2 * _row_errors(plain, wanted, query.dtype)).nan_to_num(tolerance).clamp(min=tolerance)
 
-    steps = _value_step(exact_value.clamp(-FP16_MAX, FP16_MAX), layout)
-    theory = layer.value_size * steps.square().sum() / 12  # uniform rounding: step**2 / 12 per coordinate
-    key_theory = FP8_NMSE if preset.fp8_keys else GAUSSIAN_MSE[preset.key_bits]
+    grouped = _groups(exact_value.clamp(-FP16_MAX, FP16_MAX), layout)
+    steps = _value_step(grouped, layout)
+    uniform = grouped.shape[-1] * steps.square().sum() / 12  # rounding: step**2 / 12 per coordinate
+    value_theory = float(_ratio(uniform, exact_value.square().sum()))
+    if preset.rotated_values:
+        value_theory = GAUSSIAN_MSE[preset.value_bits]
+    key_theory = FP8_NMSE if preset.fp8_keys else GAUSSIAN_MSE[preset.code_bits]
+    if preset.sketch:  # of the estimate of the residual
+        key_theory *= math.pi / 2 - 1 / layer.head_size
     probe = probe_keys(layer.head_size)
     bits_free = 2 * (layer.head_size + layer.value_size) * layer.num_kv_heads
     return Measurement(
@@ -542,11 +588,12 @@ def measure(
         key_nmse_theory=key_theory,
         key_nmse_ideal=_nmse(key_ideal, exact_key),
         value_nmse=_nmse(read.value, exact_value),
-        value_nmse_theory=float(_ratio(theory, exact_value.square().sum())),
+        value_nmse_theory=value_theory,
         value_nmse_ideal=_nmse(value_ideal, exact_value),
         off_ideal=max(
             _off_ideal(read.key, key_ideal, exact_key), _off_ideal(read.value, value_ideal, exact_value)
         ),
+        off_ideal_limit=SKETCH_SLACK if preset.sketch else DISTORTION_SLACK,
         probe_over_theory=_nmse(ideal_keys(probe, layout), probe) / key_theory,
         output_error=math.sqrt(_nmse(out, exact)),
         output_cosine=float(torch.cosine_similarity(out, exact, dim=-1).mean()),

@@ -18,7 +18,17 @@ from typing import Any, Final
 
 from .orders import SMALL_ORDERS, rotation_factors
 from .packages import Environment
-from .spec import FP8_KEY_BITS, WINDOWED, AttentionKind, Dtype, LayerSpec, Preset, SpecError, Target
+from .spec import (
+    FP8_KEY_BITS,
+    ROTATED_VALUES,
+    WINDOWED,
+    AttentionKind,
+    Dtype,
+    LayerSpec,
+    Preset,
+    SpecError,
+    Target,
+)
 
 __all__ = [
     "AtMost",
@@ -31,6 +41,7 @@ __all__ = [
     "Request",
     "Requirement",
     "When",
+    "WholeGroups",
     "Without",
     "refusals",
 ]
@@ -44,6 +55,9 @@ class Code(StrEnum):
     LAYER_KIND = "kind"
     KEY_BITS = "key_bits"
     VALUE_BITS = "value_bits"
+    ROTATED_VALUES = "rotated_values"
+    SKETCH = "sketch"
+    VALUE_GROUP = "value_group"
     NORM_CORRECTION = "norm_correction"
     HEAD_SIZE = "head_size"
     VALUE_HEAD_SIZE = "value_head_size"
@@ -94,6 +108,9 @@ _GETTERS: Final[dict[Code, Callable[[Request], Any]]] = {
     Code.LAYER_KIND: lambda r: r.layer.kind,
     Code.KEY_BITS: lambda r: r.preset.key_bits,
     Code.VALUE_BITS: lambda r: r.preset.value_bits,
+    Code.ROTATED_VALUES: lambda r: r.preset.rotated_values,
+    Code.SKETCH: lambda r: r.preset.sketch,
+    Code.VALUE_GROUP: lambda r: r.preset.value_group,
     Code.NORM_CORRECTION: lambda r: r.preset.norm_correction,
     Code.HEAD_SIZE: lambda r: r.layer.head_size,
     Code.ROTATION: lambda r: r.layer.head_size,
@@ -137,10 +154,20 @@ def _set_gqa(request: Request, value: Any) -> Request:
 def _set_preset(name: str) -> Callable[[Request, Any], Request]:
     def change(request: Request, value: Any) -> Request:
         fields: dict[str, Any] = {"name": "custom", name: value}
+        if fields.get("rotated_values", request.preset.rotated_values):
+            fields["name"] += ROTATED_VALUES
         if name == "key_bits" and value == FP8_KEY_BITS:
-            fields["norm_correction"] = False
-        if name == "norm_correction" and value and request.preset.fp8_keys:
+            fields |= {"norm_correction": False, "sketch": False}
+        if name == "norm_correction" and value:
+            fields["sketch"] = False
+        if name in ("norm_correction", "sketch") and value and request.preset.fp8_keys:
             fields["key_bits"] = 4
+        if name == "sketch" and value:
+            fields["norm_correction"] = False
+        if name == "rotated_values" and value:
+            fields["value_group"] = None
+        if name == "value_group" and value is not None:
+            fields |= {"rotated_values": False, "name": "custom"}
         return replace(request, preset=replace(request.preset, **fields))
 
     return change
@@ -151,6 +178,9 @@ _SETTERS: Final[dict[Code, Callable[[Request, Any], Request]]] = {
     Code.LAYER_KIND: _set_kind,
     Code.KEY_BITS: _set_preset("key_bits"),
     Code.VALUE_BITS: _set_preset("value_bits"),
+    Code.ROTATED_VALUES: _set_preset("rotated_values"),
+    Code.SKETCH: _set_preset("sketch"),
+    Code.VALUE_GROUP: _set_preset("value_group"),
     Code.NORM_CORRECTION: _set_preset("norm_correction"),
     Code.HEAD_SIZE: _set_layer("head_size"),
     Code.ROTATION: _set_layer("head_size"),
@@ -170,6 +200,9 @@ _UNIVERSE: Final[dict[Code, tuple[Any, ...]]] = {
     Code.LAYER_KIND: tuple(AttentionKind),
     Code.KEY_BITS: (2, 3, 4, FP8_KEY_BITS),
     Code.VALUE_BITS: (2, 3, 4),
+    Code.ROTATED_VALUES: (True, False),
+    Code.SKETCH: (True, False),
+    Code.VALUE_GROUP: (None, 32, 64, 4096),
     Code.NORM_CORRECTION: (True, False),
     Code.DTYPE: tuple(Dtype),
     Code.SINKS: (True, False),
@@ -330,18 +363,39 @@ class Without(Requirement):
 
 
 @dataclass(frozen=True, slots=True)
+class WholeGroups(Requirement):
+    """Groups of values fill a value vector."""
+
+    code: Code = Code.VALUE_GROUP
+
+    def check(self, request: Request) -> Refusal | None:
+        group = request.preset.value_group
+        if group is None or request.layer.value_size % group == 0:
+            return None
+        return Refusal(self.code, group, self.explain())
+
+    def passing(self, request: Request) -> Iterable[Any]:
+        return [None]
+
+    def explain(self) -> str:
+        return "none, or a divisor of the value head size"
+
+
+@dataclass(frozen=True, slots=True)
 class HasRotation(Requirement):
-    """The head size has an orthonormal rotation; asked only of presets that rotate keys."""
+    """What the preset rotates has an orthonormal rotation: keys of this head size, values of theirs."""
 
     code: Code = Code.ROTATION
 
     def check(self, request: Request) -> Refusal | None:
-        if request.preset.fp8_keys:
-            return None
-        try:
-            rotation_factors(request.layer.head_size)
-        except SpecError as error:
-            return Refusal(self.code, error.got, self.explain())
+        layer, preset = request.layer, request.preset
+        sizes = [] if preset.fp8_keys else [layer.head_size]
+        sizes += [layer.value_size] if preset.rotated_values else []
+        for size in sizes:
+            try:
+                rotation_factors(size)
+            except SpecError as error:
+                return Refusal(self.code, error.got, self.explain())
         return None
 
     def passing(self, request: Request) -> Iterable[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from importlib import resources
 from types import MappingProxyType
@@ -9,9 +10,9 @@ from typing import Any, Final
 
 import yaml
 
-from .spec import Preset, SpecError
+from .spec import ROTATED_VALUES, Preset, SpecError
 
-__all__ = ["get_preset", "load_yaml", "parse_yaml", "preset_names", "presets"]
+__all__ = ["get_preset", "load_yaml", "parse_yaml", "preset_names", "presets", "serving_names"]
 
 
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -77,7 +78,7 @@ def presets() -> MappingProxyType[str, Preset]:
     data = load_yaml("presets.yaml")
     if data.get("version") != 1:
         raise SpecError("presets.yaml version", data.get("version"), "1")
-    known = {"key_bits", "value_bits", "norm_correction", "description"}
+    known = {"key_bits", "value_bits", "norm_correction", "description", "sketch", "value_group"}
     found: dict[str, Preset] = {}
     for name, fields in data["presets"].items():
         unknown = set(fields) - known
@@ -92,13 +93,25 @@ def preset_names() -> tuple[str, ...]:
     return tuple(presets())
 
 
+def serving_names() -> tuple[str, ...]:
+    """Names of the presets for serving: those without a sketch, which is for comparison with the paper."""
+    return tuple(name for name, preset in presets().items() if not preset.sketch)
+
+
 def get_preset(name: str | Preset) -> Preset:
-    """The preset called ``name``; the prefix ``turboquant_`` may be left out. SpecError names the choices."""
+    """The preset called ``name``; the prefix ``turboquant_`` may be left out. SpecError names the choices.
+
+    With ``+rotated_values`` behind the name, the same preset with rotated values (see :class:`.spec.Preset`).
+    """
     if isinstance(name, Preset):
         return name
     table = presets()
     if isinstance(name, str):
-        for candidate in (name, f"turboquant_{name}"):
+        plain = name.removesuffix(ROTATED_VALUES)
+        for candidate in (plain, f"turboquant_{plain}"):
             if candidate in table:
-                return table[candidate]
-    raise SpecError("preset", name, "one of " + ", ".join(table))
+                found = table[candidate]
+                if plain == name:
+                    return found
+                return replace(found, name=candidate + ROTATED_VALUES, rotated_values=True)
+    raise SpecError("preset", name, f"one of {', '.join(table)}, each also with {ROTATED_VALUES}")

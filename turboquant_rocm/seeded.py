@@ -21,6 +21,7 @@ from .spec import checked_int
 __all__ = [
     "MAX_SEED",
     "Stream",
+    "cache_sketch",
     "gaussian",
     "random_orthogonal",
     "random_signs",
@@ -56,6 +57,15 @@ def gaussian(seed: int, stream: Stream, rows: int, columns: int) -> F64:
     radius, angle = np.sqrt(-2.0 * np.log(uniform[::2])), 2.0 * np.pi * uniform[1::2]
     flat = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1).ravel()
     return flat[: rows * columns].reshape(rows, columns)
+
+
+@lru_cache(maxsize=64, typed=True)
+def cache_sketch(dimension: int) -> npt.NDArray[np.float32]:
+    """The sketch S [dimension, dimension] of caches: N(0, 1) of seed 0, each entry rounded to fp16, as float32."""
+    dimension = checked_int("dimension", dimension, 1, 4096)
+    s = gaussian(0, Stream.SKETCH, dimension, dimension).astype(np.float16).astype(np.float32)
+    s.setflags(write=False)
+    return s
 
 
 def random_signs(seed: int, dimension: int) -> F64:

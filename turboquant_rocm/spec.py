@@ -120,6 +120,8 @@ WINDOWED: Final = (AttentionKind.SLIDING, AttentionKind.MLA)
 """Kinds of layers that may have a sliding window."""
 
 FP8_KEY_BITS: Final = 8
+ROTATED_VALUES: Final = "+rotated_values"
+"""Ends the name of every preset with rotated values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,11 @@ class Preset:
 
     key_bits: 8 is FP8 E4M3FN without rotation; 2, 3 and 4 are Lloyd-Max codes of the rotated unit vector.
     value_bits: uniform codes between the vector's own minimum and maximum.
+    rotated_values: values are Lloyd-Max codes of the rotated unit vector and a folded norm instead, as keys are; two
+    bytes less per slot. The name then ends in ``ROTATED_VALUES``, so that caches' tags differ.
+    sketch: TurboQuant_prod: one of the key bits is the sign of a Gaussian sketch of what the codes leave, whose norm is
+    stored too; inner products are unbiased.
+    value_group: each group of so many neighbouring values has a scale and a zero of its own; None: one for the vector.
     norm_correction: the centroid vector is renormalised (once, by the store kernel or by every reader: see
     :class:`NormMeaning`).
     """
@@ -137,14 +144,36 @@ class Preset:
     value_bits: int
     norm_correction: bool
     description: str = field(default="", compare=False)
+    rotated_values: bool = False
+    sketch: bool = False
+    value_group: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.rotated_values, bool):
+            raise SpecError("rotated_values", self.rotated_values, "true or false")
+        if self.rotated_values != self.name.endswith(ROTATED_VALUES):
+            raise SpecError("name", self.name, f"{ROTATED_VALUES} at the end exactly with rotated values")
         if self.key_bits not in (2, 3, 4, FP8_KEY_BITS):
             raise SpecError("key_bits", self.key_bits, "one of 8 (FP8), 4, 3, 2")
         if self.value_bits not in (2, 3, 4):
             raise SpecError("value_bits", self.value_bits, "one of 4, 3, 2")
         if self.norm_correction and self.fp8_keys:
             raise SpecError("norm_correction", True, "false with FP8 keys, which have no codebook")
+        if not isinstance(self.sketch, bool):
+            raise SpecError("sketch", self.sketch, "true or false")
+        if self.sketch and (self.fp8_keys or self.norm_correction):
+            raise SpecError("sketch", True, "false with FP8 keys or norm correction")
+        if self.value_group is not None:
+            checked_int("value_group", self.value_group, 8, 4096)
+            if self.value_group & (self.value_group - 1) or self.rotated_values:
+                raise SpecError(
+                    "value_group", self.value_group, "a power of two, or none; none with rotated values"
+                )
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of a key's code: of the FP8 number or the codebook index, without the sign of a sketch."""
+        return self.key_bits - self.sketch
 
     @property
     def fp8_keys(self) -> bool:

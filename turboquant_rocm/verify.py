@@ -179,14 +179,15 @@ def _target(device: torch.device) -> Target:
     return detect(device.index or 0)  # "cuda" alone is the first one: nothing here selects another
 
 
-def _check_writable(path: Path) -> None:
+def _check_writable(path: Path, option: str = "--json") -> None:
     """SpecError if ``path`` cannot become a file, before minutes are spent on what would go there."""
     try:
         bad = path.is_dir() or not path.parent.is_dir()
     except (OSError, ValueError):  # a name that no file can have
         bad = True
     if bad:
-        raise SpecError("--json", str(path), "a file in a directory that exists, or - for standard output")
+        standard_output = ", or - for standard output" if option == "--json" else ""
+        raise SpecError(option, str(path), f"a file in a directory that exists{standard_output}")
 
 
 def _run(args: argparse.Namespace, progress: Console) -> list[Measurement]:

@@ -17,10 +17,11 @@ COLUMNS = 16  # (query token, head of the group) pairs that one wave serves
 class DecodeConfig:
     """One specialisation of the decode kernel.
 
-    arch: gfx942 or gfx950. gqa: query heads per KV head. num_kv_heads, block_size, block_stride and the places come
-    from the layout. multi: more than one query token per sequence may come. window, soft_cap: the layer's own.
-    waves: waves per workgroup. direct: dtype of the output where the only split writes it and lse itself, bf16, fp16 or
-    fp32; None: partial results. sinks: a logit per head joins the denominator (``direct`` only: else the reduction's).
+    arch: gfx942 or gfx950. gqa: query heads per KV head. num_kv_heads, block_size, block_stride, the places and
+    key_bits (3 or 4) come from the layout. multi: more than one query token per sequence may come. window, soft_cap:
+    the layer's own. waves: waves per workgroup. direct: dtype of the output where the only split writes it and lse
+    itself, bf16, fp16 or fp32; None: partial results. sinks: a logit per head joins the denominator (``direct`` only:
+    else the reduction's).
     """
 
     arch: str
@@ -37,6 +38,7 @@ class DecodeConfig:
     scale_base: int
     zero_base: int
     meta_head_stride: int
+    key_bits: int = 4
     multi: bool = False
     window: int | None = None
     soft_cap: float | None = None
@@ -78,6 +80,7 @@ class DecodeConfig:
             scale_base=n["VALUE_SCALE_BASE"],
             zero_base=n["VALUE_ZERO_BASE"],
             meta_head_stride=n["KEY_NORM_HEAD_STRIDE"],
+            key_bits=layout.preset.key_bits,
             multi=multi,
             window=window,
             soft_cap=soft_cap,
@@ -97,7 +100,7 @@ class RowConfig:
     """One specialisation of the kernels that work row by row: query preparation and the reduction.
 
     dtype: of the query and the output, bf16, fp16 or fp32. multi: rows past query_start_loc[B] are padding. sinks: a
-    logit per head joins the denominator. lse: it is written.
+    logit per head joins the denominator. lse: it is written. key_bits: of the keys that a prepared query meets.
     """
 
     arch: str
@@ -106,3 +109,4 @@ class RowConfig:
     multi: bool = False
     sinks: bool = False
     lse: bool = False
+    key_bits: int = 4

@@ -37,25 +37,57 @@ NOWHERE = -4096  # an offset out of every bound, small distances added to it too
 MERGE_PITCH = 36  # floats per column in the merge buffer: 32 dims and a pad that spreads the banks
 
 
+def _codes(words: fx.Vector, half: int) -> list:
+    """A half of the 32 4-bit codes of four words: a word gives four even and four odd dims."""
+    out = []
+    for word in (words[2 * half], words[2 * half + 1]):
+        out += [word & e.i32(LOW_NIBBLES), e.shr(word, 4) & e.i32(LOW_NIBBLES)]
+    return out
+
+
+def _codes3(words: fx.Vector, half: int) -> list:
+    """A half of the 32 3-bit codes of three words: word j of both halves has codes j, 8 + j, 16 + j and 24 + j.
+
+    Eight codes take three bytes. Bytes of one place in their three, side by side in one register, hold the same bits of
+    the same codes, so that one shift serves four of them.
+    """
+    w0, w1, w2 = words[0], words[1], words[2]
+    first, middle, last = (
+        e.perm(w2, e.perm(w1, w0, e.i32(upper)), e.i32(lower))
+        for upper, lower in ((0x0C060300, 0x05020100), (0x0C070401, 0x06020100), (0x0C0C0502, 0x07040100))
+    )
+
+    def bits(word: Any, shift: int, mask: int) -> Any:
+        moved = e.shr(word, shift) if shift >= 0 else word << I32(-shift)
+        return moved & e.i32(mask * 0x01010101)
+
+    if half == 0:
+        return [
+            bits(first, 0, 7),
+            bits(first, 3, 7),
+            bits(first, 6, 3) | bits(middle, -2, 4),
+            bits(middle, 1, 7),
+        ]
+    return [bits(middle, 4, 7), bits(middle, 7, 1) | bits(last, -1, 6), bits(last, 2, 7), bits(last, 5, 7)]
+
+
 def _scores(cfg: DecodeConfig, words: fx.Vector, q: Any, tables: Any) -> list:
     """Integer scores of one subtile as floats, not yet centred: tokens 4 g + j of column c.
 
-    words: 16 bytes = 32 codes of one token. A word gives four even and four odd dims: the query has that order. One
-    half of the words at a time, to keep few registers alive.
+    words: 32 codes of one token; the query has the order in which they are taken out. One half at a time, to keep few
+    registers alive.
     """
-    low_a, low_b, high_a, high_b = tables
     major = minor = fx.Vector.filled((4,), 0, I32)
     for half in range(2):
         part = slice(4 * half, 4 * half + 4)
-        codes = []
-        for word in (words[2 * half], words[2 * half + 1]):
-            codes += [word & e.i32(LOW_NIBBLES), e.shr(word, 4) & e.i32(LOW_NIBBLES)]
-        first = [e.perm(low_b, low_a, x) for x in codes]
-        second = [e.perm(high_b, high_a, x ^ e.i32(OTHER_HALF)) for x in codes]
+        codes = _codes(words, half) if cfg.key_bits == 4 else _codes3(words, half)
+        residuals = [[e.perm(tables[1], tables[0], x) for x in codes]]
+        if cfg.key_bits == 4:
+            residuals.append([e.perm(tables[3], tables[2], x ^ e.i32(OTHER_HALF)) for x in codes])
         major = e.mfma_i8(cfg.arch, codes, q.high[part], major)
         minor = e.mfma_i8(cfg.arch, codes, q.low[part], minor)
-        minor = e.mfma_i8(cfg.arch, first, q.high[part], minor)
-        minor = e.mfma_i8(cfg.arch, second, q.high[part], minor)
+        for residual in residuals:
+            minor = e.mfma_i8(cfg.arch, residual, q.high[part], minor)
         e.fence()
     return [((major[j] << I32(7)) + minor[j]).to(F32) for j in range(4)]
 
@@ -158,7 +190,7 @@ class _Cache:
     def __init__(self, cfg: DecodeConfig, base: Any, table: Any, head: Any, c: Any, g: Any) -> None:
         self.cfg, self.base, self.table = cfg, base, table
         at = head * I32(cfg.head_stride)
-        self.key = at + c * I32(cfg.token_stride) + g * I32(16) + I32(cfg.key_base)
+        self.key = at + c * I32(cfg.token_stride) + g * I32(4 * cfg.key_bits) + I32(cfg.key_base)
         self.value = at + g * I32(4 * cfg.token_stride) + c * I32(4) + I32(cfg.value_base)
         self.meta = head * I32(cfg.meta_head_stride) + g * I32(8) + I32(cfg.norm_base)
         self.per_tile = max(1, TILE // cfg.block_size)  # blocks of a step: 2 or 1
@@ -193,7 +225,7 @@ class _Cache:
         return [(rsrc[0], data + I32(16 * s * cfg.token_stride), meta + I32(32 * s)) for s in range(2)]
 
     def keys(self, subtiles: list) -> list:
-        return [e.load(r, self.key, 4, data) for r, data, _ in subtiles]
+        return [e.load(r, self.key, self.cfg.key_bits, data) for r, data, _ in subtiles]
 
     def meta_words(self, subtiles: list) -> list:
         """12 words: norm, scale, zero of tokens 4 g + j of subtile 0, then of subtile 1; two words each."""
@@ -210,13 +242,16 @@ class _Cache:
         return [e.load(r, at, 1, data + I32(j * stride))[0] for r, data, _ in subtiles for j in range(4)]
 
 
-def _masked(start: Any, low: Any, high: Any, logits: list, meta: list) -> tuple[list, list]:
-    """Logits to -inf and meta fields to zero for tokens outside [low, high). start: the lane's first token."""
-    up, down = high - start, low - start
-    seen = []
-    for k in range(8):
-        t = I32(16 * (k // 4) + k % 4)
-        seen.append((t < up) & (t >= down))
+def _masked(cfg: DecodeConfig, start: Any, ends: Any, logits: list, meta: list) -> tuple[list, list]:
+    """Logits to -inf and meta fields to zero for tokens that the lane's column does not see: those from ``ends`` on and
+    those before its window. start: the lane's first token.
+    """
+    up = ends - start
+    places = [I32(16 * (k // 4) + k % 4) for k in range(8)]
+    seen = [t < up for t in places]
+    if cfg.window is not None:
+        down = up - I32(cfg.window)  # from ``up``, so that the loop keeps one register per lane and not two
+        seen = [s & (t >= down) for s, t in zip(seen, places, strict=True)]
     out = [e.select(s, x, F32(NEG_INF)) for s, x in zip(seen, logits, strict=True)]
     words = list(meta)
     for s in range(2):
@@ -251,7 +286,7 @@ def make_decode(cfg: DecodeConfig) -> Any:
     the row stride of lse; then the stream. An empty split writes -inf as its sum. With ``direct`` there is one split,
     and the output [N, Hq, 128] and lse [N, Hq] fp32 (0: not wanted) stand in place of the partial ones.
     """
-    tables_py = key_tables().words()
+    tables_py = key_tables(cfg.key_bits).words()
     waves, gqa, hk = cfg.waves, cfg.gqa, cfg.num_kv_heads
     hq = gqa * hk
     per_group = cfg.tokens_per_group
@@ -310,10 +345,8 @@ def make_decode(cfg: DecodeConfig) -> Any:
         context = seq_len - q_len + first_token + I32(1)  # keys that the first query token sees
         ends = context + token  # keys that the lane's column sees, without the window
         last_end = fx.arith.max(context + tokens - I32(1), I32(0))
-        low = I32(0)
         first_key, full_from = I32(0), I32(0)
         if cfg.window is not None:
-            low = ends - I32(cfg.window)
             first_key = fx.arith.max(context - I32(cfg.window), I32(0))
             full_from = fx.arith.max(last_end - I32(cfg.window), I32(0))
 
@@ -368,7 +401,7 @@ def make_decode(cfg: DecodeConfig) -> Any:
             scores = _scaled(raw, q)
             logits = _logits(cfg, scores, _norms(meta), reference)
             if fx.arith.cmpi(fx.arith.CmpIPredicate.uge, tile - full_begin, full_count):
-                logits, meta = _masked(tile * I32(TILE) + g * I32(4), low, ends, logits, meta)
+                logits, meta = _masked(cfg, tile * I32(TILE) + g * I32(4), ends, logits, meta)
             weights, new_total, new_shift = _weights(logits, meta, total, shift, zero)
             new_shift = e.pinned(new_shift)  # before the branch, so that p need not outlive it
             e.fence()
@@ -380,7 +413,7 @@ def make_decode(cfg: DecodeConfig) -> Any:
                 start = e.hidden(
                     tile * I32(TILE) + g * I32(4)
                 )  # else the comparisons would move out of the branch
-                fresh, meta = _masked(start, low, ends, fresh, meta)
+                fresh, meta = _masked(cfg, start, ends, fresh, meta)
                 raised = _raised(fresh, meta, reference)
                 factor = e.exp2(reference - raised)
                 acc = [x * e.vec([factor] * 4, F32) for x in acc]

@@ -139,7 +139,7 @@ def descriptor(address: fx.Int64, nbytes: Any) -> fx.Vector:
     return vec([low, high, I32(nbytes), I32(RSRC_WORD3)], I32)
 
 
-_LOADS = {1: "i32", 2: "v2i32", 4: "v4i32"}
+_LOADS = {1: "i32", 2: "v2i32", 3: "v3i32", 4: "v4i32"}
 
 
 def load(rsrc: fx.Vector, offset: fx.Int32, words: int, soffset: Any = 0) -> fx.Vector:

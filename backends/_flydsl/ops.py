@@ -176,7 +176,7 @@ class FlydslOps:
     def _jobs(self, multi: bool, query: str, out: str, lse: bool, splits: int) -> list[Job]:
         """The kernels of a kind of call, in the order in which it launches them."""
         heads = self.layer.num_heads
-        prepare = ("prepare", RowConfig(self.arch, heads, query))
+        prepare = ("prepare", RowConfig(self.arch, heads, query, key_bits=self.layout.preset.key_bits))
         if splits == 1:
             return [prepare, ("decode", self._config(multi, out))]
         reduce = RowConfig(self.arch, heads, out, multi=multi, sinks=self.layer.sinks, lse=lse)

@@ -40,7 +40,8 @@ def make_prepare(cfg: RowConfig) -> Any:
     dtype = DTYPES[cfg.dtype]
     size = dtype.width // 8
     heads = cfg.num_heads
-    beta = key_tables().beta / math.sqrt(DIM)
+    tables = key_tables(cfg.key_bits)
+    beta = tables.beta / math.sqrt(DIM)
 
     @flyc.kernel(known_block_size=[64, 1, 1])
     def prepare(
@@ -72,14 +73,20 @@ def make_prepare(cfg: RowConfig) -> Any:
             total = total + e.xor_lanes(total, 1 << stage)
 
         out = e.descriptor(q8_at, rows * I32(heads * 2 * DIM))
-        place = (row * I32(heads) + head) * I32(2 * DIM) + (lane >> I32(2)) * I32(8) + (lane & I32(3))
+        place = (row * I32(heads) + head) * I32(2 * DIM)
+        if fx.const_expr(cfg.key_bits == 4):  # of each 8 dims the even ones, then the odd ones
+            place = place + (lane >> I32(2)) * I32(8) + (lane & I32(3))
+        else:  # of each 32 dims those that are equal modulo 8 side by side
+            place = (
+                place + (lane >> I32(4)) * I32(32) + (lane & I32(3)) * I32(8) + ((lane >> I32(2)) & I32(3))
+            )
         for parity in fx.range_constexpr(2):
             high = (fixed[parity] + I32(64)) >> I32(7)
             low = fixed[parity] - (high << I32(7))
             e.store_bits(out, place + I32(4 * parity), high, 8)
             e.store_bits(out, place + I32(4 * parity + DIM), low, 8)
         scale = largest * F32(beta / QUERY_LIMIT) * factor
-        centre = total.to(F32) * F32(-7.5) * scale
+        centre = total.to(F32) * F32(-tables.centre) * scale
         meta = e.descriptor(meta_at, rows * I32(heads * 8))
         at = e.select(lane == I32(0), (row * I32(heads) + head) * I32(8), I32(-1))
         e.store(meta, at, e.vec([scale, centre], F32))

@@ -1,6 +1,7 @@
-"""The 4-bit key codebook as int8 tables for byte permutes and integer matrix instructions. No flydsl here.
+"""The key codebooks as int8 tables for byte permutes and integer matrix instructions. No flydsl here.
 
-c(i) = beta * ((i - 7.5) + r(i) / 128) in units of sigma, r an odd integer table. See docs/flydsl_decode.md, "Keys".
+c(i) = beta * ((i - centre) + r(i) / 128) in units of sigma, centre half the largest code, r an odd integer table. See
+docs/flydsl_decode.md, "Keys".
 """
 
 from __future__ import annotations
@@ -26,18 +27,24 @@ DROPPED: Final = 0.0064
 
 @dataclass(frozen=True, slots=True)
 class KeyTables:
-    """beta: value of one code step, in sigma. residual: r(0..15). low, high: the bytes of the two permute tables,
-    entries 0..7 each: permute(low, i) + permute(high, i ^ 8) = r(i) as int8 sums."""
+    """beta: value of one code step, in sigma. residual: r of every code. low, high: the bytes of the permute tables,
+    entries 0..7 each: at 4 bits permute(low, i) + permute(high, i ^ 8) = r(i) as int8 sums; at 3 bits low is r, and
+    there is no high."""
 
     beta: float
     residual: tuple[int, ...]
     low: tuple[int, ...]
     high: tuple[int, ...]
 
-    def words(self) -> tuple[int, int, int, int]:
+    @property
+    def centre(self) -> float:
+        """The code, between two, whose value is zero."""
+        return (len(self.residual) - 1) / 2
+
+    def words(self) -> tuple[int, ...]:
         """(low 0..3, low 4..7, high 0..3, high 4..7) as unsigned 32-bit words."""
         data = np.array([*self.low, *self.high], np.int8).view(np.uint32)
-        return tuple(int(x) for x in data)  # type: ignore[return-value]
+        return tuple(int(x) for x in data)
 
 
 def permute_b32(table: tuple[int, ...], selector: int) -> int:
@@ -65,15 +72,15 @@ def _split(residual: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @cache
-def key_tables() -> KeyTables:
-    """The tables of the 4-bit codebook: beta minimises the expected squared error of a product with a query."""
-    c = lloyd_max(4)
+def key_tables(bits: int = 4) -> KeyTables:
+    """Tables for codes of 3 or 4 bits: beta minimises the expected squared error of a product with a query."""
+    c = lloyd_max(bits)
     edges = np.concatenate([[-np.inf], (c[1:] + c[:-1]) / 2, [np.inf]])
     cdf = np.array([0.5 * (1 + math.erf(x / math.sqrt(2))) for x in edges])
     weight = np.diff(cdf)
-    i = np.arange(16) - 7.5
+    i = np.arange(1 << bits) - ((1 << bits) - 1) / 2
     best: tuple[float, float, tuple[int, ...]] | None = None
-    for beta in np.linspace(0.30, 0.35, 5001):
+    for beta in np.linspace(*{4: (0.30, 0.35), 3: (0.50, 0.65)}[bits], 5001):
         r = np.rint((c - beta * i) * RESIDUAL_STEPS / beta)
         if np.abs(r).max() > 126:  # one step of room for the correction by the other table
             continue
@@ -83,6 +90,8 @@ def key_tables() -> KeyTables:
             best = (error, float(beta), tuple(int(x) for x in r))
     assert best is not None
     _, beta, residual = best
+    if bits == 3:
+        return KeyTables(beta, residual, residual, ())
     low, high = _split(residual)
     tables = KeyTables(beta, residual, low, high)
     for code in range(16):

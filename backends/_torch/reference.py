@@ -23,7 +23,9 @@ from ...codebook import centroids, midpoints, rotation_factors, small_hadamard
 from ...dispatch import Decision
 from ...layouts import Layout
 from ...layouts.packing import pack, unpack
+from ...layouts.slot import FP16_BYTES
 from ...layouts.views import field_view, read_fp16, write_fp16
+from ...seeded import cache_sketch
 from ...spec import NormMeaning
 
 __all__ = ["ReferenceOps", "rotate"]
@@ -37,9 +39,15 @@ BIG: Final = 2.0**56  # a key beyond this is scaled down by SHRINK before it is 
 SHRINK: Final = 2.0**-80
 
 
+_SKETCH_ELEMENTS: Final = 1 << 23  # products held at once
+
+
 @memo
 def _constant(kind: str, head_size: int, bits: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    table = {"centroids": centroids, "midpoints": midpoints}[kind](head_size, bits)
+    if kind == "sketch":
+        table = cache_sketch(head_size)
+    else:
+        table = {"centroids": centroids, "midpoints": midpoints}[kind](head_size, bits)
     return torch.from_numpy(np.array(table)).to(device=device, dtype=dtype)
 
 
@@ -52,6 +60,15 @@ def _tree_sum(x: torch.Tensor) -> torch.Tensor:
         half = x.shape[-1] // 2
         x = x[..., :half] + x[..., half:]
     return x[..., 0]
+
+
+def _sketch(x: torch.Tensor) -> torch.Tensor:
+    """S x over the last dimension [..., D], each row's products added pairwise in a fixed order."""
+    d = x.shape[-1]
+    s = _constant("sketch", d, 1, x.dtype, x.device)
+    flat = x.reshape(-1, d)
+    parts = [_tree_sum(part[:, None] * s) for part in flat.split(max(1, _SKETCH_ELEMENTS // (d * d)))]
+    return torch.cat(parts).view(x.shape) if parts else torch.empty_like(x)
 
 
 def rotate(x: torch.Tensor, inverse: bool = False) -> torch.Tensor:
@@ -136,34 +153,52 @@ class ReferenceOps:
         return {"key_data": torch.where(data == 0x80, torch.zeros_like(data), data)}  # -0 is written as 0
 
     def _encode_codebook(self, key: torch.Tensor) -> dict[str, torch.Tensor]:
-        d, bits = key.shape[-1], self.preset.key_bits
-        k = key.to(self.math)
+        folded, bits = self.layout.norm_meaning is NormMeaning.FOLDED, self.preset.code_bits
+        codes, norm, y = self._codebook(key, bits, folded)
+        fields = {"key_data": pack(codes, bits), "key_norm": write_fp16(norm)}
+        if self.preset.sketch:
+            residual = y - _constant("centroids", key.shape[-1], bits, self.math, key.device)[codes.long()]
+            length = _tree_sum(residual * residual).sqrt()
+            fields["key_signs"] = pack(_sketch(residual) >= 0, 1)
+            fields["key_residual"] = write_fp16((norm * length).clamp(max=FP16_MAX))
+        return fields
+
+    def _codebook(
+        self, x: torch.Tensor, bits: int, folded: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Codes of the rotated unit vectors of x [T, Hk, D], norms [T, Hk], over ||c|| if folded, and the vectors."""
+        d = x.shape[-1]
+        k = x.to(self.math)
         shrink = torch.where(k.abs().amax(-1) > BIG, SHRINK, 1.0).to(self.math)  # exact, keeps squares finite
         scaled = k * shrink[..., None]
         norm = _tree_sum(scaled * scaled).sqrt()  # [T, Hk], of the scaled vector
         y = rotate(scaled / (norm + KEY_EPS * shrink)[..., None])
-        codes = torch.bucketize(y, _constant("midpoints", d, bits, self.math, key.device), right=True)
+        codes = torch.bucketize(y, _constant("midpoints", d, bits, self.math, x.device), right=True)
         norm = norm / shrink
-        if self.layout.norm_meaning is NormMeaning.FOLDED:
+        if folded:
             norm = norm / self._centroid_norm(codes, d, bits)
-        stored = norm.clamp(max=FP16_MAX)
-        return {"key_data": pack(codes, bits), "key_norm": write_fp16(stored)}
+        return codes, norm.clamp(max=FP16_MAX), y
 
     def _centroid_norm(self, codes: torch.Tensor, d: int, bits: int) -> torch.Tensor:
         c = _constant("centroids", d, bits, self.math, codes.device)[codes.long()]
         return (_tree_sum(c * c) + CENTROID_EPS).sqrt()
 
     def _encode_value(self, value: torch.Tensor, bad: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.preset.rotated_values:
+            codes, norm, _ = self._codebook(value, self.preset.value_bits, folded=True)
+            return {"value_data": pack(codes, self.preset.value_bits), "value_scale": write_fp16(norm)}
         levels = 2**self.preset.value_bits - 1
+        group = self.preset.value_group or value.shape[-1]
         v = value.to(torch.float32).clamp(-FP16_MAX, FP16_MAX)  # always fp32: it decides the bytes
+        v = v.unflatten(-1, (-1, group))  # [T, Hk, groups, group]
         low, high = v.amin(-1), v.amax(-1)
         # A tensor: by a number, torch multiplies with the reciprocal on a GPU, which rounds otherwise.
         scale = (high - low).clamp(min=MIN_STEP * levels) / torch.full_like(low, levels)
         codes = ((v - low[..., None]) / scale[..., None] + 0.5).floor().clamp(0, levels)
         return {
-            "value_data": pack(codes.to(torch.int64), self.preset.value_bits),
-            "value_scale": write_fp16(self._stored_scale(scale, low, levels)),
-            "value_zero": write_fp16(low),
+            "value_data": pack(codes.to(torch.int64).flatten(-2), self.preset.value_bits),
+            "value_scale": write_fp16(self._stored_scale(scale, low, levels)).flatten(-2),
+            "value_zero": write_fp16(low).flatten(-2),
         }
 
     @staticmethod
@@ -177,7 +212,7 @@ class ReferenceOps:
 
     def _decode_key(self, fields: dict[str, torch.Tensor]) -> torch.Tensor:
         """Keys [..., D] in ``math`` dtype, in the rotated domain if the preset rotates."""
-        d, bits = self.layout.head_size, self.preset.key_bits
+        d, bits = self.layout.head_size, self.preset.code_bits
         if self.preset.fp8_keys:
             return fields["key_data"].contiguous().view(torch.float8_e4m3fn).to(self.math)
         codes = unpack(fields["key_data"], bits, d)
@@ -185,13 +220,26 @@ class ReferenceOps:
         norm = read_fp16(fields["key_norm"]).to(self.math)
         if self.preset.norm_correction and self.layout.norm_meaning is NormMeaning.RAW:
             norm = norm / self._centroid_norm(codes, d, bits)
-        return c * norm[..., None]
+        key = c * norm[..., None]
+        if self.preset.sketch:
+            signs = 2.0 * unpack(fields["key_signs"], 1, d).to(self.math) - 1.0
+            scale = math.sqrt(math.pi / 2) / d * read_fp16(fields["key_residual"]).to(self.math)
+            key = key + scale[..., None] * (signs @ _constant("sketch", d, 1, self.math, signs.device))
+        return key
 
     def _decode_value(self, fields: dict[str, torch.Tensor]) -> torch.Tensor:
-        codes = unpack(fields["value_data"], self.preset.value_bits, self.layout.value_head_size)
-        scale = read_fp16(fields["value_scale"]).to(self.math)
-        zero = read_fp16(fields["value_zero"]).to(self.math)
-        return codes.to(self.math) * scale[..., None] + zero[..., None]
+        d, bits = self.layout.value_head_size, self.preset.value_bits
+        codes = unpack(fields["value_data"], bits, d)
+        scale, zero = (
+            read_fp16(fields[name].unflatten(-1, (-1, FP16_BYTES))).to(self.math) if name in fields else None
+            for name in ("value_scale", "value_zero")
+        )  # [..., groups]
+        assert scale is not None
+        if zero is None:  # rotated values
+            c = _constant("centroids", d, bits, self.math, codes.device)[codes.long()]
+            return rotate(c * scale, inverse=True)
+        grouped = codes.to(self.math).unflatten(-1, (scale.shape[-1], -1))
+        return (grouped * scale[..., None] + zero[..., None]).flatten(-2)
 
     def read(
         self, cache: torch.Tensor, blocks: torch.Tensor, start: int, stop: int

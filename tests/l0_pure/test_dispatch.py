@@ -139,7 +139,7 @@ def _kernels_import(decision: Decision) -> bool:
 
 def test_priority():
     order = [b.name for b in backends() if b.automatic]
-    assert order == ["flydsl_gfx950", "triton_soa", "triton_aos"]
+    assert order == ["flydsl_gfx950", "flydsl_gfx942", "triton_soa", "triton_aos"]
 
 
 def test_reference_is_never_chosen_by_itself():
@@ -151,29 +151,46 @@ def test_reference_is_never_chosen_by_itself():
     )
 
 
-@pytest.mark.parametrize("gqa", [6, 8, 16])
-@pytest.mark.parametrize("block", [16, 32])
-def test_published_flydsl_profile(gqa: int, block: int):
-    layer = LayerSpec(0, 4 * gqa, 4, 128)
-    assert decide(layer, get_target("gfx950"), NC4, block, PLANNED).backend == "flydsl_gfx950"
-    today = decide(layer, get_target("gfx950"), NC4, block, Policy())
-    assert today.backend == "flydsl_gfx950" or today.planned == "flydsl_gfx950"
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("gqa", range(1, 17))
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_flydsl_profile(arch: str, gqa: int, block: int):
+    """Chosen with each feature and with all of them; nothing but the architecture stands against the other one."""
+    features = {"kind": "sliding", "window": 77, "sinks": True, "soft_cap": 30.0, "dtype": "fp16"}
+    for more in ({}, {"sinks": True}, {"kind": "sliding", "window": 1}, {"soft_cap": 50.0}, features):
+        layer = LayerSpec(0, 4 * gqa, 4, 128, **more)
+        decision = decide(layer, get_target(arch), NC4, block, Policy())
+        assert decision.backend == f"flydsl_{arch}"
+        refused = {name: [r.code for r in why] for name, why in decision.refused.items()}
+        assert refused == ({} if arch == "gfx950" else {"flydsl_gfx950": [Code.ARCH]})
 
 
 @pytest.mark.parametrize(
     ("change", "code"),
     [
-        ({"num_heads": 32}, Code.GQA_RATIO),
+        ({"num_heads": 8 * 17}, Code.GQA_RATIO),
         ({"head_size": 64, "value_head_size": 128}, Code.HEAD_SIZE),
-        ({"sinks": True}, Code.SINKS),
-        ({"kind": "sliding", "window": 128}, Code.WINDOW),
-        ({"soft_cap": 50.0}, Code.SOFT_CAP),
+        ({"value_head_size": 64}, Code.VALUE_HEAD_SIZE),
+        ({"kind": "chunked", "chunk": 8192}, Code.LAYER_KIND),
+        ({"position_bias": "alibi"}, Code.POSITION_BIAS),
         ({"dtype": "fp32"}, Code.DTYPE),
+        ({"preset": "turboquant_k8v4"}, Code.KEY_BITS),
+        ({"preset": "turboquant_3bit_nc"}, Code.VALUE_BITS),
+        ({"block_size": 48}, Code.BLOCK_SIZE),
+        ({"block_size": 256}, Code.BLOCK_SIZE),
+        ({"arch": "gfx90a"}, Code.ARCH),
     ],
 )
-def test_flydsl_refuses_what_is_outside_its_profile(change: dict, code: Code):
-    request = Request(replace(GQA8, **change), get_target("gfx950"), get_preset(NC4), 16)
-    assert [r.code for r in get_backend("flydsl_gfx950").refusals(request)] == [code]
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_flydsl_refuses_what_is_outside_its_profile(arch: str, change: dict, code: Code):
+    layer = {k: v for k, v in change.items() if k not in ("preset", "block_size", "arch")}
+    request = Request(
+        replace(GQA8, **layer),
+        get_target(change.get("arch", arch)),
+        get_preset(change.get("preset", NC4)),
+        change.get("block_size", 16),
+    )
+    assert [r.code for r in get_backend(f"flydsl_{arch}").refusals(request)] == [code]
 
 
 def test_a_planned_backend_is_never_run(monkeypatch: pytest.MonkeyPatch):
@@ -182,7 +199,7 @@ def test_a_planned_backend_is_never_run(monkeypatch: pytest.MonkeyPatch):
     ghost = Backend("ghost", 999, "soa", (), "_nowhere:Nothing", ready=False)
     monkeypatch.setitem(_REGISTRY, "ghost", ghost)
     decision = decide(GQA8, get_target("gfx942"), NC4, 16, Policy())
-    assert decision.backend == "triton_soa"
+    assert decision.backend == "flydsl_gfx942"
     assert [r.code for r in decision.refused["ghost"]] == [Code.KERNELS]
     assert decision.planned == "ghost"
     assert decide(GQA8, get_target("gfx942"), NC4, 16, PLANNED).backend == "ghost"
@@ -203,11 +220,11 @@ def test_reasons_of_the_forced_backend_come_first():
 
 
 def test_forced_and_ineligible_lists_every_reason():
-    bad = replace(GQA8, num_heads=32, sinks=True, soft_cap=1.0)
+    bad = replace(GQA8, num_heads=8 * 17, head_size=64, value_head_size=128)
     with pytest.raises(IneligibleError) as caught:
-        decide(bad, get_target("gfx942"), NC4, 64, Policy(force="flydsl_gfx950"))
+        decide(bad, get_target("gfx942"), NC4, 48, Policy(force="flydsl_gfx950"))
     text = str(caught.value)
-    for part in ("arch=gfx942", "gqa_ratio=4", "block_size=64", "sinks=yes", "soft_cap=1.0", "flydsl_gfx950"):
+    for part in ("arch=gfx942", "gqa_ratio=17", "block_size=48", "head_size=64", "flydsl_gfx950"):
         assert part in text
     assert list(caught.value.refused) == ["flydsl_gfx950"]
 
@@ -216,11 +233,11 @@ def test_nothing_eligible_lists_every_backend():
     with pytest.raises(IneligibleError) as caught:
         decide(replace(GQA8, position_bias="alibi"), get_target("gfx942"), NC4, 16, Policy())
     assert set(caught.value.refused) == {b.name for b in backends() if b.automatic}
-    assert str(caught.value).count("position_bias=alibi") == 3
+    assert str(caught.value).count("position_bias=alibi") == len(caught.value.refused) == 4
 
 
 def test_deny_narrows():
-    decision = decide(GQA8, get_target("gfx942"), NC4, 16, Policy(deny={"triton_soa"}))
+    decision = decide(GQA8, get_target("sm_90"), NC4, 16, Policy(deny={"triton_soa"}))
     assert decision.backend == "triton_aos"
     assert [str(r) for r in decision.refused["triton_soa"]] == [
         "policy=denied (wants triton_soa not denied by the policy)"
@@ -229,15 +246,17 @@ def test_deny_narrows():
 
 def test_no_fallback():
     strict = Policy(allow_fallback=False)
-    assert decide(GQA8, get_target("gfx942"), NC4, 16, strict).backend == "triton_soa"
+    assert decide(GQA8, get_target("gfx942"), NC4, 16, strict).backend == "flydsl_gfx942"
     with pytest.raises(IneligibleError) as caught:
-        decide(replace(GQA8, num_heads=512), get_target("gfx942"), NC4, 16, strict)
-    assert [r.code for r in caught.value.refused["triton_soa"]] == [Code.GQA_RATIO]
-    assert [r.code for r in caught.value.refused["triton_aos"]] == [Code.POLICY]
+        decide(replace(GQA8, num_heads=8 * 17), get_target("gfx942"), NC4, 16, strict)
+    assert [r.code for r in caught.value.refused["flydsl_gfx942"]] == [Code.GQA_RATIO]
+    for slower in ("triton_soa", "triton_aos"):
+        assert [r.code for r in caught.value.refused[slower]] == [Code.POLICY]
     # A forced backend is asked for, so it is no fallback.
     forced = Policy(allow_fallback=False, force="triton_aos")
     assert decide(GQA8, get_target("gfx942"), NC4, 16, forced).backend == "triton_aos"
     # Where nothing faster is built for the target, its best one is no fallback.
+    assert decide(GQA8, get_target("sm_90"), NC4, 16, strict).backend == "triton_soa"
     assert decide(GQA8, get_target("gfx1100"), NC4, 16, strict).backend == "triton_aos"
 
 
@@ -291,8 +310,8 @@ def test_every_environment_variable_changes_a_policy():
 
 def test_decide_obeys_the_environment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TURBOQUANT_ROCM_DENY", "triton_soa")
-    assert decide(GQA8, get_target("gfx942"), NC4, 16).backend == "triton_aos"
-    assert decide(GQA8, get_target("gfx942"), NC4, 16, Policy()).backend == "triton_soa"
+    assert decide(GQA8, get_target("sm_90"), NC4, 16).backend == "triton_aos"
+    assert decide(GQA8, get_target("sm_90"), NC4, 16, Policy()).backend == "triton_soa"
 
 
 # ---- logging --------------------------------------------------------------------------------------------
@@ -315,8 +334,6 @@ def test_one_line_per_group_of_equal_decisions(log: pytest.LogCaptureFixture):
         "gfx950",
         "block 16",
         "head_size=64 (wants 128)",
-        "sinks=yes",
-        "window=128",
     ):
         assert part in text
 
@@ -403,23 +420,15 @@ def test_the_workspace_is_that_of_the_neediest_layer():
     assert workspace(small, large) == workspace(large, small) == workspace(large)
 
 
-@pytest.mark.parametrize("code", ["head_size", "window", "block_size", "gqa_ratio", "sinks", "key_bits"])
+@pytest.mark.parametrize("code", ["head_size", "block_size", "gqa_ratio", "key_bits"])
 def test_a_fallback_names_the_gate_that_failed_and_its_value(log: pytest.LogCaptureFixture, code: str):
     layer, block, preset = GQA8, 16, NC4
     if code == "block_size":
-        block = 64
+        block = 48
     elif code == "key_bits":
         preset = "turboquant_k8v4"
     else:
-        layer = replace(
-            GQA8,
-            **{
-                "head_size": {"head_size": 64},
-                "window": {"kind": "sliding", "window": 77},
-                "gqa_ratio": {"num_heads": 32},
-                "sinks": {"sinks": True},
-            }[code],
-        )
+        layer = replace(GQA8, **{"head_size": {"head_size": 64}, "gqa_ratio": {"num_heads": 8 * 17}}[code])
     decision = decide(layer, get_target("gfx950"), preset, block, Policy())
     assert decision.backend == "triton_soa"
     (record,) = log.records
@@ -555,7 +564,7 @@ def test_policies_narrow_each_other():
 def test_a_flag_cannot_undo_a_variable(monkeypatch):
     from turboquant_rocm.explain import run
 
-    ask = ["qwen3-32b", "--target", "gfx942", "--expect", "triton_soa", "--width", "200"]
+    ask = ["qwen3-32b", "--target", "sm_90", "--expect", "triton_soa", "--width", "200"]
     assert run(ask)[0] == 0
     monkeypatch.setenv("TURBOQUANT_ROCM_DENY", "triton_soa")
     assert run([*ask, "--policy", "default"])[0] == 2
@@ -588,12 +597,12 @@ def test_policy_values_are_checked(data: dict):
 
 
 def test_a_forced_backend_still_explains_the_faster_ones():
-    layer = LayerSpec(0, 32, 8, 128)
+    layer = LayerSpec(0, 8 * 17, 8, 128)
     decision = resolve(
         Request(layer, get_target("gfx950"), get_preset("4bit_nc"), 16), Policy(force="triton_aos")
     )
     assert decision.backend == "triton_aos"
-    assert set(decision.refused) == {"flydsl_gfx950", "triton_soa"}
+    assert set(decision.refused) == {"flydsl_gfx950", "flydsl_gfx942", "triton_soa"}
     assert [r.code for r in decision.refused["triton_soa"]] == [Code.POLICY]
     assert {Code.GQA_RATIO, Code.POLICY} <= {r.code for r in decision.refused["flydsl_gfx950"]}
     assert not decision.fell_back
@@ -604,8 +613,9 @@ def test_only_slower_backends_are_fallbacks():
     request = Request(layer, get_target("gfx942"), get_preset("4bit_nc"), 16)
     found = all_refusals(request, Policy(allow_fallback=False))
     assert Code.POLICY not in {r.code for r in found["flydsl_gfx950"]}
-    assert not found["triton_soa"]
-    assert [r.code for r in found["triton_aos"]] == [Code.POLICY]
+    assert not found["flydsl_gfx942"]
+    for slower in ("triton_soa", "triton_aos"):
+        assert [r.code for r in found[slower]] == [Code.POLICY]
 
 
 # ---- arguments of the wrong kind are named --------------------------------------------------------------

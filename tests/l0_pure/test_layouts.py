@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cases import gaussian, layer_spec, reference, same_bytes
-from turboquant_rocm import Preset, SpecError, TagError, make_layout, preset_names
+from turboquant_rocm import Preset, SpecError, TagError, get_preset, make_layout, preset_names
 from turboquant_rocm.codebook import centroids, rotation
 from turboquant_rocm.layouts import LAYOUT_NAMES, LAYOUT_VERSION, CacheTag, Layout
 from turboquant_rocm.layouts.convert import canonicalize, convert
@@ -48,7 +48,7 @@ geometries = st.builds(
     block_size=st.one_of(st.integers(1, 40), st.sampled_from((64, 528))),
     slot_pad=st.sampled_from((0, 0, 2, 26, 58)),
     block_pad=st.sampled_from((0, 0, 2, 46, 4096)),
-)
+).filter(lambda g: (g["value_head_size"] or g["head_size"]) % (get_preset(g["preset"]).value_group or 1) == 0)
 
 
 def build(g: dict) -> Layout:

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
@@ -24,7 +24,7 @@ from turboquant_rocm.layouts.packing import unpack
 from turboquant_rocm.layouts.views import field_view, read_fp16
 
 PRESETS = preset_names()
-MSE_PRESETS = [p for p in PRESETS if not get_preset(p).fp8_keys]
+MSE_PRESETS = [p for p in PRESETS if not get_preset(p).fp8_keys and not get_preset(p).sketch]
 
 
 def fill(bound, seq_lens, generator, dtype=torch.bfloat16, scale=1.0):
@@ -80,6 +80,7 @@ def test_decode_against_the_definition(o: dict):
     generator = torch.Generator().manual_seed(o["seed"])
     keys = ("head_size", "num_kv_heads", "gqa_ratio", "dtype", "window", "soft_cap", "sinks")
     layer = layer_spec(**{k: o[k] for k in keys})
+    assume(o["head_size"] % (get_preset(o["preset"]).value_group or 1) == 0)
     bound = reference(layer, o["preset"], o["layout"], o["block_size"], torch.float64)
     seq_lens, q_lens = [s for s, _ in o["lens"]], [q for _, q in o["lens"]]
     dtype = TORCH_DTYPES[o["dtype"]]
@@ -259,7 +260,7 @@ def test_hostile_vectors_stay_where_they_are(kind: str, preset: str, layout: str
         others = torch.ones((32, 2), dtype=torch.bool)
         others[9, 1] = False
         assert torch.equal(got[others], want[others]), name
-        if name in ("key_norm", "value_scale", "value_zero"):
+        if name in ("key_norm", "key_residual", "value_scale", "value_zero"):
             assert torch.isfinite(read_fp16(got)).all(), name
 
     # What is read back is finite, and as close as its clamped scale allows.
@@ -281,11 +282,16 @@ def test_hostile_vectors_stay_where_they_are(kind: str, preset: str, layout: str
             assert (read.key[9, 1] - k.clamp(-448, 448)).abs().max() <= 2**-9 + 2**-4 * 448
         elif float(k.norm()) > 1e-6:
             # Direction is kept; length is clamped to 65504 (folded norms: to 65504 / ||c||, within a few percent).
+            # An estimate from a sketch is unbiased, and as an approximation worse and longer.
+            sketch = get_preset(preset).sketch
             cosine = float(read.key[9, 1] @ k / read.key[9, 1].norm() / k.norm())
             assert cosine > (
-                0.97 if kind not in ("constant", "tiny range", "norm above 65504", "zero", "3e38") else 0.2
+                (0.8 if sketch else 0.97)
+                if kind not in ("constant", "tiny range", "norm above 65504", "zero", "3e38")
+                else 0.2
             )
-            assert float(read.key[9, 1].norm()) <= 1.1 * min(float(k.norm()), 65504.0) + 1e-6
+            longest = 1.5 if sketch else 1.1
+            assert float(read.key[9, 1].norm()) <= longest * min(float(k.norm()), 65504.0) + 1e-6
 
     # And attention over it is finite for every query head.
     query = gaussian((1, 4, 64), generator, torch.bfloat16)

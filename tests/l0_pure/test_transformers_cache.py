@@ -23,6 +23,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from tests.cases import TORCH_DTYPES, rel_l2, same_bytes  # noqa: E402
+from tests.generate_checks import oracle  # noqa: E402
 from turboquant_rocm import IneligibleError, SpecError, integrations  # noqa: E402
 from turboquant_rocm.integrations import transformers as tq  # noqa: E402
 
@@ -136,44 +137,6 @@ def generated(model: Any, ids: Any, cache: Any = None, new: int = 6, **more: Any
     )  # fmt: skip
 
 
-class OracleLayer(transformers.cache_utils.DynamicLayer):
-    def __init__(self, bound: Any) -> None:
-        super().__init__()
-        self.bound = bound
-        self.window = bound.layer.window
-        self.is_sliding = self.window is not None
-
-    def read_back(self, key: Any, value: Any) -> tuple[Any, Any]:
-        batch, heads, queries, _ = key.shape
-        count = batch * queries
-        cache = self.bound.allocate(-(-count // 8), "cpu")
-        flat = [x.permute(0, 2, 1, 3).reshape(count, heads, -1) for x in (key, value)]
-        self.bound.store(*flat, cache, torch.arange(count))
-        table = torch.arange(cache.num_blocks, dtype=torch.int32)[None]
-        read = self.bound.dequantize(cache, table, torch.tensor([count], dtype=torch.int32), dtype=key.dtype)
-        return tuple(x.view(batch, queries, heads, -1).permute(0, 2, 1, 3) for x in read[:2])  # type: ignore[return-value]
-
-    def update(self, key: Any, value: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        history, queries = self.get_seq_length(), key.shape[2]
-        old = (self.keys, self.values)
-        every = super().update(*self.read_back(key, value))
-        if history == 0:
-            return key, value
-        if queries > tq.MAX_DECODE_ROWS:
-            every = tuple(torch.cat([a, b], 2) for a, b in zip(old, (key, value), strict=True))
-        if self.window is None:
-            return every
-        return tuple(x[:, :, -(self.window - 1 + queries) :] for x in every)  # type: ignore[return-value]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        start = 0 if self.window is None else max(0, self.get_seq_length() - self.window + 1)
-        return self.get_seq_length() - start + query_length, start
-
-
-def oracle(cache: tq.TurboQuantCache) -> Any:
-    return transformers.Cache(layers=[OracleLayer(layer.bound) for layer in cache.layers])
-
-
 # ---- agreement ----------------------------------------------------------------------------------------------
 
 # First chunk, single tokens, short and long chunks; together they go round the ring of a windowed layer.
@@ -219,7 +182,7 @@ def test_packed_attention_is_that_over_dequantised(kind: str, head_size: int, dt
         want = None
         if isinstance(key, tq.PackedChunk):
             assert key.is_causal(mask)
-            want = tq._native_attention(module, query, *key.dense(), mask, more["dropout"], more["scaling"], **{
+            want = tq.native_attention(module, query, *key.dense(), mask, more["dropout"], more["scaling"], **{
                 k: v for k, v in more.items() if k not in ("dropout", "scaling")
             })[0]  # fmt: skip
         found = tq.packed_attention(module, query, key, value, mask, **more)

@@ -15,8 +15,15 @@ import torch
 
 from tests import store_checks
 from tests.repository import ROOT
-from turboquant_rocm import make_layout, preset_names
-from turboquant_rocm.accuracy import DISTORTION_SLACK, _off_ideal, ideal_keys, ideal_values, load_npz
+from turboquant_rocm import SpecError, get_preset, make_layout, preset_names
+from turboquant_rocm.accuracy import (
+    DISTORTION_SLACK,
+    SKETCH_SLACK,
+    _off_ideal,
+    ideal_keys,
+    ideal_values,
+    load_npz,
+)
 from turboquant_rocm.backends import _REGISTRY, get_backend
 from turboquant_rocm.backends._torch import reference as reference_module
 from turboquant_rocm.backends._torch.reference import ReferenceOps, rotate
@@ -47,7 +54,9 @@ def test_real_input_through_all_presets_and_layouts(tmp_path: Path, capsys):
         assert 0.8 < r["value_nmse"] / r["value_nmse_theory"] < 1.1
         assert r["store_exact"] == 1
         assert not r["faults"]
-        assert 0.01 < r["output_error"] < 0.4, "quantisation must show, and not destroy"
+        # A sketch's estimates are unbiased and noisy: at 2-bit codes they leave a third of the output's energy wrong.
+        worst = 0.7 if get_preset(r["preset"]).sketch else 0.4
+        assert 0.01 < r["output_error"] < worst, "quantisation must show, and not destroy"
         assert r["store_ms"] > 0
         assert r["decode_ms"] > 0
     table = capsys.readouterr().out
@@ -364,9 +373,16 @@ def test_the_probe_meets_the_theory_at_any_head_size(head_size: int, preset: str
 
     key = probe_keys(head_size)
     for name in ("aos", "soa"):
+        if head_size % (get_preset(preset).value_group or 1):
+            with pytest.raises(SpecError, match=f"value_head_size={head_size} .*value_group=32"):
+                make_layout(name, preset, head_size, 1, 16)
+            return
         layout = make_layout(name, preset, head_size, 1, 16)
         error = (ideal_keys(key, layout) - key).square().sum() / key.square().sum()
-        ratio = float(error) / (FP8_NMSE if layout.preset.fp8_keys else GAUSSIAN_MSE[layout.preset.key_bits])
+        theory = FP8_NMSE if layout.preset.fp8_keys else GAUSSIAN_MSE[layout.preset.code_bits]
+        if layout.preset.sketch:
+            theory *= math.pi / 2 - 1 / head_size
+        ratio = float(error) / theory
         assert ratio < 1.25
         if head_size >= 64:
             assert ratio > 0.8
@@ -384,7 +400,10 @@ def test_the_ideal_quantiser_and_the_reference_are_one_definition(kind: str, pre
     bound.store(key, value, cache, torch.arange(16))
     lens = torch.tensor([16], dtype=torch.int32)
     read = bound.dequantize(cache, torch.zeros(1, 1, dtype=torch.int32), lens, dtype=torch.float64)
-    assert _off_ideal(read.key, ideal_keys(key.double(), bound.layout), key.double()) < DISTORTION_SLACK / 5
+    slack = DISTORTION_SLACK / 5
+    if bound.layout.preset.sketch and kind in ("two_level", "one_large", "minus_zero"):  # exact ties
+        slack = SKETCH_SLACK
+    assert _off_ideal(read.key, ideal_keys(key.double(), bound.layout), key.double()) < slack
     assert (
         _off_ideal(read.value, ideal_values(value.double(), bound.layout), value.double())
         < DISTORTION_SLACK / 5

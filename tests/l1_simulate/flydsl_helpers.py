@@ -6,10 +6,12 @@ import math
 import struct
 from dataclasses import dataclass
 from functools import cache
+from importlib.resources import files
 from typing import Any
 
 import numpy as np
 import torch
+import yaml
 
 from turboquant_rocm.backends._flydsl.config import DecodeConfig
 from turboquant_rocm.backends._flydsl.offline import Compiled, compile_offline
@@ -18,17 +20,31 @@ from turboquant_rocm.backends._torch.reference import ReferenceOps, rotate
 from turboquant_rocm.dispatch import Decision
 from turboquant_rocm.layouts import Layout, make_layout
 from turboquant_rocm.layouts.views import allocate
-from turboquant_rocm.presets import get_preset
 from turboquant_rocm.spec import LayerSpec, Target
 
 DIM = 128
 LOG2E = math.log2(math.e)
+LIMITS: dict[str, Any] = yaml.safe_load(
+    files("turboquant_rocm.configs").joinpath("budgets/flydsl.yaml").read_text()
+)
 
 
 @cache
 def compiled(kind: str, config: DecodeConfig, arch: str) -> Compiled:
     """One compilation per kernel, specialisation and test session."""
     return compile_offline(kind, config, arch)
+
+
+def check_resources(code: Compiled, arch: str) -> None:
+    """No spill, no scratch, four waves per SIMD by registers and by LDS."""
+    limits = LIMITS[arch]
+    for field in ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size"):
+        assert code.resource(field) == 0, field
+    assert "scratch_" not in code.assembly
+    assert code.waves_per_simd >= limits["waves_per_simd"]
+    lds = code.resource("group_segment_fixed_size")
+    groups = limits["lds_per_cu"] // lds if lds else 16
+    assert groups * DecodeConfig.__dataclass_fields__["waves"].default >= 4 * limits["waves_per_simd"]
 
 
 @dataclass
@@ -47,9 +63,13 @@ class Case:
     @property
     def oracle(self) -> ReferenceOps:
         """The reference in float64 over this layout."""
-        preset = get_preset("turboquant_4bit_nc")
         decision = Decision(
-            self.layer, Target("cpu", "cpu"), preset, self.layout.block_size, "torch_reference", "soa"
+            self.layer,
+            Target("cpu", "cpu"),
+            self.layout.preset,
+            self.layout.block_size,
+            "torch_reference",
+            "soa",
         )
         return ReferenceOps(decision, self.layout, math_dtype=torch.float64)
 
@@ -78,6 +98,7 @@ def make_case(
     garbage: bool = True,
     block_stride: int | None = None,
     spare_blocks: int = 3,
+    preset: str = "turboquant_4bit_nc",
     **layer_options: Any,
 ) -> Case:
     """Random keys and values (with per-channel offsets, as real ones have) stored by the reference.
@@ -87,7 +108,7 @@ def make_case(
     """
     g = torch.Generator().manual_seed(seed)
     layer = LayerSpec(0, hk * gqa, hk, DIM, **layer_options)
-    layout = make_layout("soa", "turboquant_4bit_nc", DIM, hk, block_size, block_stride=block_stride)
+    layout = make_layout("soa", preset, DIM, hk, block_size, block_stride=block_stride)
     per_seq = [-(-n // block_size) for n in lens]
     blocks = sum(per_seq) + spare_blocks
     order = torch.randperm(blocks, generator=g)
@@ -118,9 +139,9 @@ def make_case(
     return case
 
 
-def prepared_query(query: torch.Tensor, factor: float) -> tuple[np.ndarray, np.ndarray]:
+def prepared_query(query: torch.Tensor, factor: float, bits: int = 4) -> tuple[np.ndarray, np.ndarray]:
     """What the preparation kernel writes: int8 [N, Hq, 2, 128] and (scale, centre) fp32 [N, Hq, 2], in numpy."""
-    tables = key_tables()
+    tables = key_tables(bits)
     q = rotate(query.to(torch.float32)).numpy().astype(np.float64)
     largest = np.abs(q).max(-1, keepdims=True)
     step = np.where(largest > 0, largest / QUERY_LIMIT, 1.0)
@@ -128,10 +149,12 @@ def prepared_query(query: torch.Tensor, factor: float) -> tuple[np.ndarray, np.n
     high = (t + 64) >> 7
     low = t - 128 * high
     out = np.empty((*q.shape[:2], 2, DIM), np.int8)
-    for part, x in enumerate((high, low)):  # in each 8 dims: the even ones, then the odd ones
-        out[:, :, part] = x.reshape(*q.shape[:2], 16, 4, 2).swapaxes(-1, -2).reshape(*q.shape[:2], DIM)
+    # 4 bits: in each 8 dims the even ones, then the odd ones. 3: in each 32 dims those that are equal modulo 8.
+    places = (16, 4, 2) if bits == 4 else (4, 4, 8)
+    for part, x in enumerate((high, low)):
+        out[:, :, part] = x.reshape(*q.shape[:2], *places).swapaxes(-1, -2).reshape(*q.shape[:2], DIM)
     scale = step[..., 0] * tables.beta / math.sqrt(DIM) * factor
-    centre = -7.5 * t.sum(-1) * scale
+    centre = -tables.centre * t.sum(-1) * scale
     return out, np.stack([scale, centre], -1).astype(np.float32)
 
 
@@ -150,7 +173,7 @@ def simulate_decode(
     factor = (scale or layer.softmax_scale) * LOG2E
     if layer.soft_cap is not None:
         factor *= 2.0 / layer.soft_cap
-    q8, meta = prepared_query(case.query, factor)
+    q8, meta = prepared_query(case.query, factor, config.key_bits)
     n, hq = case.query.shape[:2]
     batch = len(case.lens)
     groups = -(-case.max_query_len // config.tokens_per_group)
@@ -211,6 +234,11 @@ class SimulatedRuntime:
         self.undefined: set[str] = set()
         self.launches: list[tuple[str, Any]] = []
         self._handles: dict[tuple[str, Any], Any] = {}
+
+    @property
+    def kernels(self) -> list[Compiled]:
+        """Everything that was asked for, compiled."""
+        return [compiled(kind, config, self.arch) for kind, config in self._handles]
 
     def arrays(self) -> list[tuple[str, np.ndarray]]:
         """The bytes of every tensor in ``memory``, pads included."""
@@ -288,7 +316,7 @@ def run_ops(
     decision = Decision(
         case.layer,
         Target("amd", arch),
-        get_preset("turboquant_4bit_nc"),
+        case.layout.preset,
         case.layout.block_size,
         "flydsl",
         "soa",

@@ -24,12 +24,13 @@ from tests.l1_simulate.test_flydsl import ARCHES, PARTIAL, check
 from turboquant_rocm.backends._flydsl.config import DecodeConfig
 
 ALL = 10**6
+NC4, K3 = "turboquant_4bit_nc", "turboquant_k3v4_nc"
 V, S, RANGE = r"(v\d+)", r"(s\d+)", r"(v\[\d+:\d+\])"
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One edit: the nth match of a pattern and count - 1 after it. arches: where the code has such a place."""
+    """One edit: the nth match of a pattern and count - 1 after it. arches, preset: where the code has such a place."""
 
     name: str
     pattern: str
@@ -37,6 +38,7 @@ class Mutant:
     count: int = ALL
     nth: int = 0
     arches: tuple[str, ...] = ARCHES
+    preset: str = NC4
 
 
 MUTANTS = (
@@ -68,14 +70,20 @@ MUTANTS = (
     Mutant("a wave's next blocks", rf"^\ts_add_i32 {S}, \1, 8$", r"\ts_add_i32 \1, \1, 10"),
     Mutant("matrix operands swapped", rf"(v_mfma_f32_16x16x\d+_f16 \S+) {RANGE}, {RANGE},", r"\1 \3, \2,"),
     Mutant("products of keys not summed", rf"(v_mfma_i32_16x16x\d+_i8 {RANGE}, {RANGE}, {RANGE}), \2$", r"\1, 0"),
+    Mutant("3 bits: two groups exchanged", "0xc060300", "0xc030600", preset=K3),
+    Mutant("3 bits: a group's last byte for another's", "0x7040100", "0x6040100", preset=K3),
+    Mutant("3 bits: the upper bit of a code that lies across bytes", "0x4040404", "0x0", preset=K3),
+    Mutant("3 bits: an upper bit of the other one", "0x6060606", "0x2020202", preset=K3),
+    Mutant("3 bits: the upper bit of a code", "0x7070707", "0x3030303", 1, preset=K3),
+    Mutant("3 bits: a wrong entry of the table", "0x35f9f0f9", "0x35f9f0b9", preset=K3),
 )  # fmt: skip
 PLANTED = [(arch, m) for m in MUTANTS for arch in m.arches]
 
 
 @cache
-def case() -> Case:
+def case(preset: str) -> Case:
     """Four steps of some waves, since blocks are looked up two ahead; scores of one head that outgrow the headroom."""
-    made = make_case([430, 33], hk=2, gqa=4)
+    made = make_case([430, 33], hk=2, gqa=4, preset=preset)
     n, block = 430, made.layout.block_size
     g = torch.Generator().manual_seed(5)
     token = torch.arange(n)
@@ -88,9 +96,9 @@ def case() -> Case:
     return made
 
 
-def killed_by(arch: str, assembly: str, monkeypatch: pytest.MonkeyPatch) -> str:
+def killed_by(arch: str, preset: str, assembly: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """What noticed the fault, or ""."""
-    made = case()
+    made = case(preset)
     code = compiled("decode", DecodeConfig.of(arch, made.layout, 4), arch)
     mutant = replace(code, hsaco=assemble(assembly, arch), assembly=assembly)
     monkeypatch.setattr(flydsl_helpers, "compiled", lambda *_: mutant)
@@ -104,22 +112,24 @@ def killed_by(arch: str, assembly: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return ""
 
 
-def assembly(arch: str) -> str:
+def assembly(arch: str, preset: str) -> str:
     """The kernel's own."""
-    return compiled("decode", DecodeConfig.of(arch, case().layout, 4), arch).assembly
+    return compiled("decode", DecodeConfig.of(arch, case(preset).layout, 4), arch).assembly
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("preset", [NC4, K3])
 @pytest.mark.parametrize("arch", ARCHES)
-def test_reassembled_kernel_passes(arch: str, monkeypatch: pytest.MonkeyPatch):
+def test_reassembled_kernel_passes(arch: str, preset: str, monkeypatch: pytest.MonkeyPatch):
     """Else every mutant would be killed by the tools."""
-    assert killed_by(arch, assembly(arch), monkeypatch) == ""
+    assert killed_by(arch, preset, assembly(arch, preset), monkeypatch) == ""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("arch", "m"), PLANTED, ids=[f"{arch}: {m.name}" for arch, m in PLANTED])
 def test_mutant_is_killed(arch: str, m: Mutant, monkeypatch: pytest.MonkeyPatch):
-    by = killed_by(arch, edit(assembly(arch), m.pattern, m.replacement, m.count, m.nth), monkeypatch)
+    mutated = edit(assembly(arch, m.preset), m.pattern, m.replacement, m.count, m.nth)
+    by = killed_by(arch, m.preset, mutated, monkeypatch)
     print(by)
     assert by, f"{m.name} survived"
 
@@ -127,8 +137,8 @@ def test_mutant_is_killed(arch: str, m: Mutant, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("arch", [pytest.param("gfx942", marks=pytest.mark.slow), "gfx950"])
 def test_mutants_are_up_to_date(arch: str):
     """In the default list, so that whoever changes the kernel learns at once which places are gone."""
-    text = assembly(arch)
     mine = [m for m in MUTANTS if arch in m.arches]
     assert len(mine) >= 10
     for m in mine:
+        text = assembly(arch, m.preset)
         assert edit(text, m.pattern, m.replacement, m.count, m.nth) != text, m.name

@@ -11,38 +11,42 @@ pytest.importorskip("flydsl", reason="FlyDSL is not installed")
 pytest.importorskip("triton", reason="the other backend is in Triton")
 pytest.importorskip("tinygrad", reason="the simulator decodes with tinygrad's AMD tables")
 
-from ci.cdna_sim.launcher import simulated_launches
+from ci.cdna_sim.launcher import Launch, simulated_launches
 from tests.l1_simulate.flydsl_helpers import Case, make_case, relative_error, run_ops
 from tests.l1_simulate.test_flydsl import ARCHES, LSE, TOLERANCE
-from turboquant_rocm import Decision, Target, bind, get_preset
+from turboquant_rocm import Decision, Target, bind
+from turboquant_rocm.backends import get_backend
 
 BETWEEN = 2 * TOLERANCE[torch.bfloat16]
 """Relative L2 between the two: each may be off by its own tolerance."""
 
 
-def triton_decode(case: Case, arch: str, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse of triton_soa."""
+def triton_decode(
+    case: Case, arch: str, sinks: torch.Tensor | None, *, splits: int = 2, checks: Any = "all"
+) -> tuple[torch.Tensor, torch.Tensor, list[Launch]]:
+    """Output, lse and launches of triton_soa."""
     decision = Decision(
         case.layer,
         Target("amd", arch),
-        get_preset("turboquant_4bit_nc"),
+        case.layout.preset,
         case.layout.block_size,
         "triton_soa",
         "soa",
     )
-    bound = bind(decision, checks="shapes", splits=2)
-    with simulated_launches(arch) as log:
+    bound = bind(decision, checks="shapes", splits=splits)
+    with simulated_launches(arch, check=checks) as log:
         out, lse = bound.decode(
             case.query, bound.wrap(case.cache), case.table, case.lens, case.starts,
             max_query_len=case.max_query_len, sinks=sinks, return_lse=True,
         )  # fmt: skip
     assert "decode" in " ".join(launch.name for launch in log), "nothing was simulated"
-    return out, lse
+    return out, lse, log
 
 
 CASES: dict[str, dict[str, Any]] = {
     "published": {"lens": [0, 1, 70], "hk": 1},
     "gqa-6-block-32": {"lens": [97, 33], "hk": 2, "gqa": 6, "block_size": 32},
+    "k3v4": {"lens": [97, 33], "hk": 2, "preset": "turboquant_k3v4_nc"},
     "window": {"lens": [130, 16], "window": 33, "kind": "sliding"},
     "soft-cap": {"lens": [70], "soft_cap": 20.0},
     "several-tokens": {"lens": [4, 70, 33], "query_lens": [4, 2, 1]},
@@ -56,7 +60,7 @@ CASES: dict[str, dict[str, Any]] = {
 def test_backends_agree(arch: str, name: str):
     case = make_case(**CASES[name])
     sinks = torch.linspace(-1, 1, case.layer.num_heads) if case.layer.sinks else None
-    theirs, their_lse = triton_decode(case, arch, sinks)
+    theirs, their_lse, _ = triton_decode(case, arch, sinks)
     ours, our_lse, _ = run_ops(case, arch, splits=2, sinks=sinks)
     expected, _ = case.expected(sinks=sinks)
     between = relative_error(ours, theirs.double())
@@ -69,3 +73,26 @@ def test_backends_agree(arch: str, name: str):
     seen = torch.isfinite(their_lse)
     assert (torch.isfinite(our_lse) == seen).all()
     assert (our_lse[seen] - their_lse[seen]).abs().max() <= LSE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHES)
+def test_priorities_are_in_the_order_of_the_counts(arch: str, capsys: pytest.CaptureFixture[str]):
+    """Executed lane instructions of decode per dequantised element, GQA 8, block 16: growth from 256 to 768 tokens."""
+    counts: dict[str, list[int]] = {f"flydsl_{arch}": [], "triton_soa": []}
+    for tokens in (256, 768):
+        case = make_case([tokens])
+        _, _, runtime = run_ops(case, arch, splits=1, check="none")
+        _, _, log = triton_decode(case, arch, None, splits=1, checks="none")
+        ran = {
+            f"flydsl_{arch}": [(kind, result.counters) for kind, result in runtime.launches],
+            "triton_soa": [(launch.name, launch.counters) for launch in log],
+        }
+        for backend, launches in ran.items():
+            ((_, counters),) = [launch for launch in launches if "decode" in launch[0]]
+            counts[backend].append(sum(counters.instructions.values()))
+    per_element = {name: (after - before) * 64 / (512 * 256) for name, (before, after) in counts.items()}
+    with capsys.disabled():
+        print(f"\n{arch}: " + ", ".join(f"{name} {count:.2f}" for name, count in per_element.items()))
+    by_count = sorted(per_element, key=lambda name: per_element[name])
+    assert by_count == sorted(per_element, key=lambda name: -get_backend(name).priority)

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from ..backends import get_backend
 from ..modelspec import load_model
-from ..presets import get_preset, load_yaml, parse_yaml, preset_names
+from ..presets import get_preset, load_yaml, parse_yaml, serving_names
 from ..spec import AttentionKind, Dtype, LayerSpec, SpecError, checked_int
 
 __all__ = [
@@ -350,7 +350,7 @@ def _profile(name: str, data: object, source: str) -> Profile:
     where = f"{source} profile {name}"
     data = _known(where, data, (*_LISTS, *_OTHERS))
     try:
-        presets = _listed("preset", data.get("preset", list(preset_names())))
+        presets = _listed("preset", data.get("preset", list(serving_names())))
         shapes = [parse_shape(s) for s in _listed("shape", data.get("shape", "1x4096"))]
         rest = {}
         if "model" in data:

@@ -121,7 +121,12 @@ def _shape_flags(parser: argparse.ArgumentParser) -> None:
     _profile_flags(parser)
     group = parser.add_argument_group("shapes (each may be repeated; they replace those of the profile)")
     add = group.add_argument
-    add("--preset", action="append", metavar="P", help=f"of {', '.join(preset_names())}; default: all")
+    add(
+        "--preset",
+        action="append",
+        metavar="P",
+        help=f"of {', '.join(preset_names())}; default: those for serving",
+    )
     add(
         "--shape",
         action="append",

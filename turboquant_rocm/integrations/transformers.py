@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -42,10 +42,12 @@ from transformers.cache_utils import (  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask  # noqa: E402
 
-from ..continuation import attend_prefill  # noqa: E402
+from ..compressed_store import CompressedKVStore  # noqa: E402
+from ..continuation import _attend, _merge, attend_prefill  # noqa: E402
 from ..dispatch import IneligibleError, Policy  # noqa: E402
 from ..modelspec import model_from_config  # noqa: E402
 from ..ops import BoundLayer, Checks, PagedCache, bind  # noqa: E402
+from ..options import CacheOptions  # noqa: E402
 from ..planning import DEFAULT_BLOCK_SIZE, DEFAULT_PRESET, LayerPlan, Plan, Role, plan, ranges  # noqa: E402
 from ..spec import Dtype, Preset, SpecError, Target  # noqa: E402
 from ..target import get_target  # noqa: E402
@@ -55,8 +57,10 @@ __all__ = [
     "MAX_DECODE_ROWS",
     "PackedChunk",
     "PackedLayer",
+    "PartlyExactLayer",
     "TurboQuantCache",
     "UnsupportedError",
+    "native_attention",
     "packed_attention",
 ]
 
@@ -68,6 +72,7 @@ ATTENTION: Final = "turboquant"
 MAX_DECODE_ROWS: Final = 128
 """Longest chunk after the first that reads itself from the packed cache, as in ``attend_prefill``."""
 
+_MOST_TOKENS: Final = 1 << 30
 _SPARE_PAGES: Final = 8  # the pool grows by at least an eighth, so that copying it costs little per token
 
 _DTYPES: Final = {
@@ -337,6 +342,164 @@ class PackedLayer(CacheLayerMixin):
             value.view(self._batch, count, *value.shape[1:]).transpose(1, 2),
         )
 
+    def attend(
+        self, chunk: PackedChunk, query: torch.Tensor, scale: float | None, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Causal attention of the chunk's queries [B, Hq, q, D] over the packed cache: [B, q, Hq, Dv]."""
+        bound, cache, (batch, _, queries, _) = self.bound, self.cache, query.shape
+        assert cache is not None
+        lengths, rows, out = self.lengths(chunk.total), _rows(query), None
+        starts = torch.arange(0, (batch + 1) * queries, queries, dtype=torch.int32, device=query.device)
+        if not chunk.short:
+            out = attend_prefill(
+                bound, rows, _rows(chunk.key), _rows(chunk.value), cache, self.table(chunk.total), lengths, starts,
+                query_lens=[queries] * batch, total_lens=[chunk.total] * batch, scale=scale, sinks=sinks,
+                max_decode_rows=MAX_DECODE_ROWS,
+            )  # fmt: skip
+        elif queries == 1:
+            out = bound.decode(rows, cache, self.table(chunk.total), lengths, scale=scale, sinks=sinks)
+        else:
+            out = bound.decode(
+                rows, cache, self.table(chunk.total), lengths, starts,
+                max_query_len=queries, scale=scale, sinks=sinks,
+            )  # fmt: skip
+        assert isinstance(out, torch.Tensor)
+        return out.view(batch, queries, *out.shape[1:])
+
+
+class PartlyExactLayer(PackedLayer):
+    """A packed layer with :class:`..options.CacheOptions`: first and last tokens exact, keys packed less their mean.
+
+    The first tokens are kept as they are, all others in a :class:`..compressed_store.CompressedKVStore`, of which the
+    last ones are exact. key_mean: [Hk, 1, D], or None: that of the first keys that go to the store, over all sequences.
+    Windows are not supported: such layers keep few tokens anyway.
+    """
+
+    def __init__(
+        self,
+        bound: BoundLayer,
+        direct: Callable[[], bool],
+        options: CacheOptions,
+        key_mean: torch.Tensor | None = None,
+    ) -> None:
+        layer = bound.layer
+        if options.key_mean and (layer.sinks or layer.soft_cap is not None):
+            raise UnsupportedError(
+                f"layer {layer.index}: key_mean with sinks or a soft cap, which its shift of all scores would change"
+            )
+        self.options = options
+        self._given_mean = key_mean
+        super().__init__(bound, direct)
+
+    def _empty(self) -> None:
+        super()._empty()
+        self._first: tuple[torch.Tensor, torch.Tensor] | None = None  # [B, n, Hk, D] and [B, n, Hk, Dv]
+        self._rest: CompressedKVStore | None = None
+        self._mean: torch.Tensor | None = None  # [Hk, D]
+
+    def _store(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        parts = [x.transpose(1, 2) for x in (key, value)]
+        room = max(0, self.options.first - self.length)
+        self.length += key.shape[2]
+        if room:
+            head = [x[:, :room] for x in parts]
+            if self._first is not None:
+                head = [torch.cat(pair, 1) for pair in zip(self._first, head, strict=True)]
+            self._first = (head[0].contiguous(), head[1].contiguous())
+            parts = [x[:, room:] for x in parts]
+        if not parts[0].shape[1]:
+            return
+        if self._rest is None:
+            self._rest = CompressedKVStore(
+                self.bound, max_tokens=_MOST_TOKENS, batch=self._batch, ring_tokens=self.options.recent,
+                flush_tokens=self.options.flush if self.options.recent else 1, device=key.device, dtype=key.dtype,
+            )  # fmt: skip
+            if self.options.key_mean:
+                given = self._given_mean
+                mean = parts[0].float().mean((0, 1)) if given is None else given[:, 0]
+                self._mean = mean.to(key)
+        if self._mean is not None:
+            parts[0] = parts[0] - self._mean
+        self._rest.append(*parts)
+
+    def dequantized(self, start: int, stop: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """As in :class:`PackedLayer`; exact tokens as they are."""
+        first, parts = self.options.first, []
+        if self._first is not None and start < first:
+            parts.append([x[:, start : min(stop, first)] for x in self._first])
+        if self._rest is not None and stop > first:
+            key, value = self._rest.read(max(0, start - first), stop - first, dtype)
+            parts.append([key if self._mean is None else key + self._mean, value])
+        made = [torch.cat(x, 1).transpose(1, 2) for x in zip(*parts, strict=True)]
+        return made[0], made[1]
+
+    def attend(
+        self, chunk: PackedChunk, query: torch.Tensor, scale: float | None, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """As in :class:`PackedLayer`: packed and exact tokens merged by lse."""
+        layer = self.bound.layer
+        scale = layer.softmax_scale if scale is None else scale
+        rows = query.transpose(1, 2).contiguous()  # [B, q, Hq, D]
+        if not chunk.short or self._rest is None or chunk.before < self.options.first:
+            key, value = (x.transpose(1, 2) for x in chunk.dense())
+            found = [
+                self._over(rows[b], key[b], value[b], scale, chunk.before, sinks) for b in range(len(rows))
+            ]
+            return torch.stack(found).to(query.dtype)
+        got = self._rest.attend(rows, scale=scale, sinks=sinks, return_lse=True)
+        assert isinstance(got, tuple)
+        out, lse = got[0].float(), got[1]
+        if self._mean is not None:
+            groups = self._mean.repeat_interleave(layer.gqa_ratio, 0).float()
+            lse = lse + scale * (rows.float() * groups).sum(-1)
+        if self._first is not None:
+            for b in range(len(rows)):
+                part = _attend(
+                    rows[b], self._first[0][b], self._first[1][b], scale, chunk.before, None, layer.soft_cap
+                )
+                _merge(out[b], lse[b], *part)
+        return out.to(query.dtype)
+
+    def _over(
+        self,
+        query: torch.Tensor,  # [q, Hq, D]
+        key: torch.Tensor,  # [s, Hk, D]
+        value: torch.Tensor,  # [s, Hk, Dv]
+        scale: float,
+        ahead: int,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attention [q, Hq, Dv] fp32 over keys and values in full."""
+        out, lse = _attend(query, key, value, scale, ahead, None, self.bound.layer.soft_cap)
+        if sinks is None:
+            return out.float()
+        return out.float() * torch.exp(lse - torch.logaddexp(lse, sinks))[..., None]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As in :class:`PackedLayer`. Packed tokens stay packed: fewer than ``recent`` may be exact then."""
+        super().crop(tokens_to_remove)
+        first = self.options.first
+        if self._first is not None:
+            self._first = (self._first[0][:, : self.length], self._first[1][:, : self.length])
+        if self._rest is not None:
+            self._rest.truncate(max(0, self.length - first))
+
+    def _select(self, indices: torch.Tensor) -> None:
+        super()._select(indices)
+        if not self.is_initialized:
+            return
+        at = (indices.nonzero()[:, 0] if indices.dtype is torch.bool else indices).to(self.device)
+        if self._first is not None:
+            self._first = (self._first[0][at], self._first[1][at])
+        if self._rest is not None:
+            self._rest.select(at)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of pages, exact tokens and the key mean."""
+        kept = [*(self._first or ()), *([] if self._mean is None else [self._mean])]
+        return (0 if self._rest is None else self._rest.nbytes) + sum(int(x.nbytes) for x in kept)
+
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """[B, H, q, D] as [B * q, H, D]."""
@@ -387,26 +550,7 @@ class PackedChunk:
 
     def attend(self, query: torch.Tensor, scale: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
         """Causal attention of query [B, Hq, q, D] over the packed cache: [B, q, Hq, Dv]."""
-        layer, bound, (batch, _, queries, _) = self.layer, self.layer.bound, query.shape
-        cache = layer.cache
-        assert cache is not None
-        lengths, rows, out = layer.lengths(self.total), _rows(query), None
-        starts = torch.arange(0, (batch + 1) * queries, queries, dtype=torch.int32, device=query.device)
-        if not self.short:
-            out = attend_prefill(
-                bound, rows, _rows(self.key), _rows(self.value), cache, layer.table(self.total), lengths, starts,
-                query_lens=[queries] * batch, total_lens=[self.total] * batch, scale=scale, sinks=sinks,
-                max_decode_rows=MAX_DECODE_ROWS,
-            )  # fmt: skip
-        elif queries == 1:
-            out = bound.decode(rows, cache, layer.table(self.total), lengths, scale=scale, sinks=sinks)
-        else:
-            out = bound.decode(
-                rows, cache, layer.table(self.total), lengths, starts,
-                max_query_len=queries, scale=scale, sinks=sinks,
-            )  # fmt: skip
-        assert isinstance(out, torch.Tensor)
-        return out.view(batch, queries, *out.shape[1:])
+        return self.layer.attend(self, query, scale, sinks)
 
     def is_causal(self, mask: torch.Tensor | None) -> bool:
         """True if ``mask`` (bool [B, 1, q, n], None: none needed) hides just the future and what left the window."""
@@ -457,7 +601,7 @@ def packed_attention(
     values with that mask, which is logged once. Returns out [B, q, Hq, Dv] and None or the weights.
     """
     if not isinstance(key, PackedChunk):
-        return _native_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        return native_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if dropout:
         raise UnsupportedError(f"dropout={dropout}: attention over a packed cache is for inference")
     for name in ("output_attentions", "position_bias"):
@@ -470,7 +614,7 @@ def packed_attention(
         )
         dense = key.dense()
         key.done()
-        return _native_attention(module, query, *dense, attention_mask, dropout, scaling, **kwargs)
+        return native_attention(module, query, *dense, attention_mask, dropout, scaling, **kwargs)
     layer = key.layer.bound.layer
     if kwargs.get("softcap") != layer.soft_cap:
         raise SpecError(
@@ -485,7 +629,7 @@ def packed_attention(
     return out, None
 
 
-def _native_attention(
+def native_attention(
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -532,7 +676,9 @@ class TurboQuantCache(Cache):
     :func:`turboquant_rocm.plan`. backend, layout: force one (``torch_reference`` is never chosen by itself). target:
     ``local`` or an arch. dtype: of keys and queries (default: what the config says). protect: native layers at each
     end (default: 2 for dense models). skip_layers: indices, or kinds such as ``sliding``, that stay native. checks: of
-    every call, see :data:`..ops.Checks`.
+    every call, see :data:`..ops.Checks`. options: tokens that stay exact, and keys less their mean; layers with a
+    window go without. key_means: [Hk, 1, D] by layer, as :func:`..evaluation.compare.key_means` measures them; others
+    take the mean of the first chunk.
 
     ``plan`` says what was decided; it is logged once. Layers that no backend serves stay native with a warning; if
     none is served, IneligibleError lists every reason. SpecError names a wrong argument.
@@ -551,7 +697,13 @@ class TurboQuantCache(Cache):
         protect: int | None = None,
         skip_layers: Collection[int | str] = (),
         checks: Checks = "shapes",
+        options: CacheOptions | None = None,
+        key_means: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
+        if options is not None and not isinstance(options, CacheOptions):
+            raise SpecError("options", options, "CacheOptions, or none")
+        self.options = CacheOptions() if options is None else options
+        self._key_means = key_means or {}
         if not hasattr(config, "get_text_config"):
             raise SpecError("config", type(config).__name__, "a transformers config, as model.config")
         text = config.get_text_config(decoder=True)
@@ -589,15 +741,23 @@ class TurboQuantCache(Cache):
         super().__init__(layers=layers)
         _say_once(logging.WARNING if self.plan.refused else logging.INFO, self._summary())
 
-    @staticmethod
-    def _packed(entry: LayerPlan, native: Any, direct: Callable[[], bool], checks: Checks) -> PackedLayer:
+    def _packed(
+        self, entry: LayerPlan, native: Any, direct: Callable[[], bool], checks: Checks
+    ) -> PackedLayer:
         window = getattr(native, "sliding_window", None)
         if window != entry.layer.window:
             raise SpecError(
                 f"layer {entry.layer.index}: window", entry.layer.window, f"{window}, as transformers has"
             )
         assert entry.decision is not None
-        return PackedLayer(bind(entry.decision, checks=checks), direct)
+        bound, index = bind(entry.decision, checks=checks), entry.layer.index
+        if not self.options or window is not None:
+            return PackedLayer(bound, direct)
+        mean = self._key_means.get(index)
+        wants = (entry.layer.num_kv_heads, 1, entry.layer.head_size)
+        if mean is not None and tuple(mean.shape) != wants:
+            raise SpecError(f"key_means[{index}]", tuple(mean.shape), f"{wants} = [Hk, 1, D]")
+        return PartlyExactLayer(bound, direct, self.options, mean)
 
     def _summary(self) -> str:
         parts = []
@@ -613,7 +773,10 @@ class TurboQuantCache(Cache):
                 what = f"native (no backend: {reasons})"
             parts.append(f"layers {ranges(group.layers)}: {what}")
         question = self.plan.question
-        return f"{self.plan.model.name}, {question.preset.name} on {question.target}: " + ", ".join(parts)
+        return (
+            f"{self.plan.model.name}, {question.preset.name}{self.options} on {question.target}: "
+            + ", ".join(parts)
+        )
 
     @property
     def packed_layers(self) -> tuple[int, ...]:

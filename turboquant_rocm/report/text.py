@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ..planning import ranges
 from .document import Document, value_text
 from .environment import environment_rows
 
-__all__ = ["Table", "markdown", "sections", "table", "to_get_it"]
+__all__ = ["Table", "markdown", "sections", "table", "table_of", "to_get_it"]
 
 # (title, header, rows); a paragraph is (text, [], []).
 Table = tuple[str, list[str], list[list[str]]]
@@ -285,6 +285,11 @@ def markdown(doc: Document) -> str:
 
 def table(doc: Document, width: int | None = None, color: bool = False) -> str:
     """A document as terminal tables. width: columns (default: those of the terminal)."""
+    return table_of(sections(doc), width, color)
+
+
+def table_of(found: Iterable[Table], width: int | None = None, color: bool = False) -> str:
+    """:func:`table` for some of the :func:`sections` of a document."""
     from rich import box
     from rich.console import Console
     from rich.table import Table as RichTable
@@ -292,7 +297,7 @@ def table(doc: Document, width: int | None = None, color: bool = False) -> str:
 
     buffer = io.StringIO()
     console = Console(file=buffer, width=width, force_terminal=color, highlight=False, soft_wrap=False)
-    for title, header, rows in sections(doc):
+    for title, header, rows in found:
         console.print(Text(title, style="bold"))
         if not header:
             continue

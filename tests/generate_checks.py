@@ -1,0 +1,137 @@
+"""generate() over a TurboQuantCache against decoding without pages, rings and our attention."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tests.cases import TORCH_DTYPES
+from turboquant_rocm.integrations import transformers as tq
+from turboquant_rocm.presets import load_yaml
+
+MODEL_VARIABLE = "TURBOQUANT_MODEL"
+"""Environment variable with the folder of the small model, as turboquant_rocm.evaluation.smollm2 writes it."""
+
+
+class OracleLayer(transformers.cache_utils.DynamicLayer):
+    """Keys and values as the backend of ``bound`` reads them back, in transformers' own tensors."""
+
+    def __init__(self, bound: Any) -> None:
+        super().__init__()
+        self.bound = bound
+        self.window = bound.layer.window
+        self.is_sliding = self.window is not None
+
+    def read_back(self, key: Any, value: Any) -> tuple[Any, Any]:
+        batch, heads, queries, _ = key.shape
+        count = batch * queries
+        cache = self.bound.allocate(-(-count // self.bound.layout.block_size), key.device)
+        flat = [x.permute(0, 2, 1, 3).reshape(count, heads, -1) for x in (key, value)]
+        self.bound.store(*flat, cache, torch.arange(count, device=key.device))
+        table = torch.arange(cache.num_blocks, dtype=torch.int32, device=key.device)[None]
+        lengths = torch.tensor([count], dtype=torch.int32, device=key.device)
+        read = self.bound.dequantize(cache, table, lengths, dtype=key.dtype)
+        return tuple(x.view(batch, queries, heads, -1).permute(0, 2, 1, 3) for x in read[:2])  # type: ignore[return-value]
+
+    def update(self, key: Any, value: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        history, queries = self.get_seq_length(), key.shape[2]
+        old = (self.keys, self.values)
+        every = super().update(*self.read_back(key, value))
+        if history == 0:
+            return key, value
+        if queries > tq.MAX_DECODE_ROWS:
+            every = tuple(torch.cat([a, b], 2) for a, b in zip(old, (key, value), strict=True))
+        if self.window is None:
+            return every
+        return tuple(x[:, :, -(self.window - 1 + queries) :] for x in every)  # type: ignore[return-value]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        start = 0 if self.window is None else max(0, self.get_seq_length() - self.window + 1)
+        return self.get_seq_length() - start + query_length, start
+
+
+def oracle(cache: tq.TurboQuantCache) -> Any:
+    """A cache of oracle layers with the bound layers of ``cache``, all of which must be packed."""
+    return transformers.Cache(layers=[OracleLayer(layer.bound) for layer in cache.layers])
+
+
+def model_folder() -> Path | None:
+    """The folder that the environment variable names; None without it."""
+    named = os.environ.get(MODEL_VARIABLE)
+    return Path(named) if named else None
+
+
+def small_model(dtype: str, device: Any = "cpu", layers: int | None = None) -> Any:
+    """The small model of the environment variable, or random weights of its architecture from a fixed seed.
+
+    Random: ``layers`` of its 30, a smaller vocabulary, and weights large enough that attention decides the tokens.
+    """
+    folder = model_folder()
+    if folder is not None:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    else:
+        known = {
+            k: v for k, v in load_yaml("models", "smollm2-135m.yaml")["config"].items() if k != "torch_dtype"
+        }
+        known["num_hidden_layers"] = layers or known["num_hidden_layers"]
+        known.pop("model_type")
+        config = transformers.LlamaConfig(
+            **known, vocab_size=4096, intermediate_size=1536, tie_word_embeddings=False, initializer_range=0.08,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(config)
+    return model.to(device=device, dtype=TORCH_DTYPES[dtype]).eval()
+
+
+@torch.no_grad()
+def forced(model: Any, ids: torch.Tensor, prompt: int, cache: Any) -> torch.Tensor:
+    """Logits [n - prompt, V] fp32 for tokens prompt, prompt + 1 ... of ids [1, n]: the prompt first, then each."""
+    found = [model(input_ids=ids[:, :prompt], cache=cache, use_cache=True).logits[0, -1]]
+    for at in range(prompt, ids.shape[1] - 1):
+        found.append(model(input_ids=ids[:, at : at + 1], cache=cache, use_cache=True).logits[0, -1])
+    return torch.stack(found).float()
+
+
+def check_generate(
+    model: Any, mode: str, *, backend: str | None, dtype: str, target: Any, margin: float, new: int = 64
+) -> None:
+    """``new`` greedy tokens of ``generate`` are those that the reference's decode ranks first, one by one.
+
+    backend: of the cache (None: the dispatcher's). margin: logits by which a token may miss being first; for at most 4
+    tokens, where another order of the same sums decides a near tie. 0 where there is none.
+    """
+    prompt = 48
+    text = torch.randint(5, model.config.vocab_size, (1, prompt), generator=torch.Generator().manual_seed(1))
+    text = text.to(model.device)
+    options: dict[str, Any] = {"dtype": dtype, "target": target, "protect": 0, "checks": "full"}
+    plain = model.config._attn_implementation
+    cache = tq.TurboQuantCache(model.config, "turboquant_4bit_nc", backend, **options)
+    assert len(cache.packed_layers) == model.config.num_hidden_layers
+    if backend is not None:
+        assert {layer.bound.backend for layer in cache.layers} == {backend}
+    settings = transformers.GenerationConfig(max_new_tokens=new, do_sample=False, pad_token_id=0)
+    if mode == "direct":
+        model.set_attn_implementation(tq.ATTENTION)
+    try:
+        ids = model.generate(
+            text, attention_mask=torch.ones_like(text), cache=cache, generation_config=settings
+        )
+    finally:
+        model.set_attn_implementation(plain)
+    assert ids.shape == (1, prompt + new)
+    assert len(set(ids[0, prompt:].tolist())) > 4  # one token for ever would prove little
+    reference = oracle(tq.TurboQuantCache(model.config, "turboquant_4bit_nc", "torch_reference", **options))
+    logits = forced(model, ids, prompt, reference)
+    missed = logits.amax(-1) - logits.gather(1, ids[0, prompt:, None])[:, 0]
+    assert missed.max() <= margin, missed
+    assert (missed > 0).sum() <= (4 if margin else 0), missed
+    # and the cache is a quantised one: exact keys and values give other logits
+    exact = forced(model, ids, prompt, transformers.DynamicCache(config=model.config))
+    assert (exact[1:] - logits[1:]).norm() > 1e-3 * exact[1:].norm()
+    assert torch.allclose(
+        exact[0], logits[0], rtol=1e-3, atol=max(margin, 1e-3)
+    )  # the prompt's attention is exact

@@ -1,0 +1,17 @@
+"""generate() over the cache on a CPU: random weights of the small model's architecture."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tests import generate_checks as checks
+
+
+@pytest.mark.parametrize("mode", ["drop-in", "direct"])
+def test_sixty_four_greedy_tokens(mode: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(checks.MODEL_VARIABLE, raising=False)
+    model = checks.small_model("fp32", layers=4)
+    checks.check_generate(model, mode, backend="torch_reference", dtype="fp32", target="cpu", margin=0.0)

@@ -1,0 +1,422 @@
+"""``python -m turboquant_rocm.evaluate MODEL_DIR --text FILE``: what quantising the cache does to a real model.
+
+Every preset is compared with the unquantised cache on the same tokens: perplexity, KL divergence and top-1 agreement
+on windows of a text; exact copying of a passage over a long distance; numbers hidden in a long text at several
+depths; each layer quantised alone. Nothing is fetched: MODEL_DIR is a transformers folder, ``python -m
+turboquant_rocm.evaluation.smollm2`` makes a small one. docs/evaluation.md has numbers and how to read them. Exit
+codes: 0 done, 1 limits of --check broken, 2 bad arguments or input, or a package missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from . import __version__
+from .evaluation.recommend import Choice, recommend
+from .evaluation.report import (
+    EXACT,
+    FP8,
+    LayerCost,
+    NeedleCell,
+    Report,
+    Row,
+    broken_limits,
+    check_plot,
+    layer_table,
+    needle_table,
+    read_limits,
+    table,
+    write_png,
+)
+from .evaluation.tasks import copies, needles, windows
+from .options import CacheOptions, parse_cache
+from .presets import preset_names
+from .spec import Preset, SpecError
+from .verify import BAD_INPUT, _check_writable, _device, _integer, _target
+
+if TYPE_CHECKING:
+    from .evaluation.compare import Comparison
+    from .evaluation.schemes import Scheme
+
+__all__ = ["Evaluation", "main"]
+
+TESTS: Final = ("text", "copying", "needle", "layers")
+_MEAN_SKIP: Final = 4  # first tokens have keys unlike all others, and are left out of means
+LAYER_TOKENS: Final = 512
+"""Tokens of the text on which layers are quantised one by one."""
+
+
+class Evaluation:
+    """A model with its tokenizer, and the tests of it. model: a transformers causal LM, in eval mode."""
+
+    def __init__(self, model: Any, ids: Sequence[int], done: Callable[[], None] = lambda: None) -> None:
+        self.model = model
+        self.ids = ids
+        self.done = done
+
+    def compare(self, passages: Sequence[Any], schemes: Sequence[Scheme]) -> list[Comparison]:
+        """Every passage with every scheme; ``done`` is called after each pass, exact ones included."""
+        from .evaluation.compare import compare
+
+        return compare(self.model, passages, schemes, self.done)
+
+    def rows(
+        self,
+        schemes: Sequence[Scheme],
+        tests: Sequence[str],
+        context: int = 2048,
+        count: int = 4,
+        hidden: Sequence[Any] = (),
+        layer_tokens: int = LAYER_TOKENS,
+    ) -> tuple[Row, ...]:
+        """The rows of a report: the unquantised cache, then ``schemes``. hidden: needles. tests: of ``TESTS``."""
+        from .evaluation.compare import summarize
+        from .evaluation.schemes import exact_bytes, model_layers
+
+        parts: dict[str | None, dict[str, Any]] = {name: {} for name in (None, *(s.name for s in schemes))}
+        for test, make in (("text", windows), ("copying", copies)):
+            if test in tests:
+                found = self.compare(make(self.ids, context, count), schemes)
+                for name, part in parts.items():
+                    part[test] = summarize(found, name)
+                    if test == "text":
+                        part["seconds"] = sum(c.seconds[name or ""] for c in found) / len(found)
+        if "needle" in tests:
+            found = self.compare([n.passage for n in hidden], schemes)
+            for name, part in parts.items():
+                part["needles"] = _cells(hidden, found, name)
+        if "layers" in tests:
+            for scheme in schemes:
+                parts[scheme.name]["layers"] = self._layers(scheme, layer_tokens)
+        total = sum(exact_bytes(layer) for layer in model_layers(self.model.config))
+        size: dict[str | None, float] = {None: float(total)}
+        size.update({s.name: s.bytes_per_token for s in schemes})
+        for scheme in schemes:
+            parts[scheme.name]["bytes_per_sequence"] = scheme.bytes_per_sequence
+        return tuple(Row(name or EXACT, size[name], **part) for name, part in parts.items())
+
+    def _layers(self, scheme: Scheme, tokens: int) -> tuple[LayerCost, ...]:
+        from .evaluation.compare import summarize
+        from .evaluation.schemes import exact_bytes, model_layers, only_layer
+
+        alone = {layer: only_layer(scheme, layer) for layer in scheme.layers}
+        found = self.compare(windows(self.ids, tokens, 1), list(alone.values()))
+        full = {layer.index: float(exact_bytes(layer)) for layer in model_layers(self.model.config)}
+        costs = []
+        for layer, one in alone.items():
+            summary = summarize(found, one.name)
+            costs.append(LayerCost(layer, summary.kl, summary.kl_se, scheme.by_layer[layer], full[layer]))
+        return tuple(costs)
+
+
+def _cells(hidden: Sequence[Any], found: Sequence[Comparison], name: str | None) -> tuple[NeedleCell, ...]:
+    cells: dict[tuple[int, float], list[Any]] = {}
+    for needle, c in zip(hidden, found, strict=True):
+        scores = c.exact if name is None else c.schemes[name]
+        cells.setdefault((needle.length, needle.depth), []).append(scores)
+    return tuple(
+        NeedleCell(
+            length, depth, sum(bool(s.hit.all()) for s in scores), len(scores),
+            sum(float(s.nll.mean()) for s in scores) / len(scores),
+        )
+        for (length, depth), scores in cells.items()
+    )  # fmt: skip
+
+
+# ---- command line --------------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m turboquant_rocm.evaluate", description=__doc__)
+    parser.add_argument(
+        "model", type=Path, metavar="MODEL_DIR", help="config, tokenizer and weights of transformers"
+    )
+    parser.add_argument(
+        "--text", type=Path, required=True, metavar="FILE", help="UTF-8 text, some 10,000 words"
+    )
+    presets = f"of {', '.join((FP8, *preset_names()))}, all but {FP8} also with +rotated_values, +recent=N, +first=N, "
+    presets += "+key_mean behind them (docs/evaluation.md); default: all, without"
+    parser.add_argument("--presets", nargs="+", default=[FP8, *preset_names()], metavar="NAME", help=presets)
+    parser.add_argument(
+        "--tests", nargs="+", choices=TESTS, default=["text", "copying"], help="default: text and copying"
+    )
+    parser.add_argument("--context", type=_integer(2, 1 << 20), default=2048, help="tokens of a window")
+    parser.add_argument(
+        "--windows", type=_integer(1, 1 << 16), default=4, help="of text, and of copying (default 4)"
+    )
+    where = parser.add_argument_group("where and how")
+    where.add_argument(
+        "--backend", help="default: torch_reference on a CPU, the dispatcher's choice on a GPU"
+    )
+    where.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 ... (ROCm devices are called cuda)")
+    where.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), help="default: fp32 on a CPU, bf16 on a GPU"
+    )
+    where.add_argument("--block-size", type=_integer(1, 1 << 20), default=16)
+    where.add_argument(
+        "--protect", type=_integer(0, 10_000), default=0, help="exact layers at each end (default 0)"
+    )
+    where.add_argument(
+        "--skip-layers", type=_layers, default=(), metavar="N,N", help="more layers that stay exact"
+    )
+    hidden = parser.add_argument_group("needles")
+    hidden.add_argument(
+        "--needle-lengths", nargs="+", type=_integer(64, 1 << 24), default=[512, 1024], metavar="TOKENS"
+    )
+    hidden.add_argument(
+        "--needle-depths", nargs="+", type=float, default=[0.0, 0.25, 0.5, 0.75, 1.0], metavar="DEPTH"
+    )
+    hidden.add_argument(
+        "--needles", type=_integer(1, 1000), default=2, help="per length and depth (default 2)"
+    )
+    layers = parser.add_argument_group("layers")
+    layers.add_argument(
+        "--layer-tokens", type=_integer(2, 1 << 20), default=LAYER_TOKENS, help="tokens read per layer"
+    )
+    layers.add_argument(
+        "--recommend", type=_integer(1, 1 << 40), metavar="BYTES",
+        help="bytes per token of all layers: the preset for every layer, and what they cost (runs the test layers)",
+    )  # fmt: skip
+    out = parser.add_argument_group("results")
+    out.add_argument(
+        "--json", type=Path, metavar="FILE", help="write everything as JSON, - for standard output"
+    )
+    out.add_argument("--plot", type=Path, metavar="FILE", help="write a PNG (needs matplotlib)")
+    out.add_argument("--check", metavar="NAME", help="compare with the limits of configs/accuracy/NAME.yaml")
+    return parser
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        found = (-1,)
+    if min(found) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} (wants layer numbers separated by commas, as 0,1,28)")
+    return found
+
+
+def _caches(names: Sequence[str]) -> dict[str, tuple[Preset, CacheOptions] | None]:
+    """Preset and options by the names that results get; None for FP8."""
+    found: dict[str, tuple[Preset, CacheOptions] | None] = {}
+    for name in names:
+        parsed = None if name == FP8 else parse_cache(name)
+        short = FP8 if parsed is None else f"{parsed[0].name.removeprefix('turboquant_')}{parsed[1]}"
+        if short in found:
+            raise SpecError("--presets", name, "each name once")
+        found[short] = parsed
+    return found
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise SpecError("--text", str(path), f"a file of UTF-8 text ({error})") from None
+
+
+def _load(folder: Path, device: Any, dtype: str) -> tuple[Any, Any]:
+    """(model, tokenizer); SpecError names what is missing."""
+    if not (folder / "config.json").is_file():
+        raise SpecError("MODEL_DIR", str(folder), "a folder with config.json, tokenizer and weights")
+    try:
+        import torch
+
+        from . import integrations
+
+        integrations.require("transformers")
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
+    except ImportError as error:
+        raise SpecError("import", str(error), "torch, and turboquant-rocm[transformers]") from None
+    kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, local_files_only=True)
+    except (OSError, ValueError) as error:
+        detail = " ".join(str(error).split())[:300]
+        raise SpecError("MODEL_DIR", str(folder), f"a folder that transformers can load ({detail})") from None
+    return model.to(device).eval(), tokenizer
+
+
+def _key_means(args: argparse.Namespace, model: Any, ids: Sequence[int]) -> dict[int, Any]:
+    """From the text behind the windows, so that no text is scored that the means were taken from."""
+    from .evaluation.compare import key_means
+
+    first = args.context * args.windows
+    if len(ids) < first + args.context:
+        raise SpecError(
+            "--text", f"{len(ids)} tokens", f"at least {first + args.context}, the last for key means"
+        )
+    return key_means(model, ids[first : first + args.context], _MEAN_SKIP)
+
+
+def _schemes(
+    args: argparse.Namespace,
+    caches: Mapping[str, tuple[Preset, CacheOptions] | None],
+    config: Any,
+    device: Any,
+    dtype: str,
+    means: Mapping[int, Any] | None,
+) -> list[Scheme]:
+    from .evaluation.schemes import fp8_scheme, preset_scheme
+
+    backend = args.backend or ("torch_reference" if device.type == "cpu" else None)
+    made = []
+    for name, parsed in caches.items():
+        if parsed is None:
+            made.append(fp8_scheme(config, args.protect, args.skip_layers))
+            continue
+        made.append(
+            preset_scheme(
+                config, parsed[0], name=name, backend=backend, target=_target(device), dtype=dtype,
+                block_size=args.block_size, protect=args.protect, skip_layers=args.skip_layers,
+                options=parsed[1], key_means=means,
+            )
+        )  # fmt: skip
+    return made
+
+
+def _passes(args: argparse.Namespace, schemes: Sequence[Scheme], hidden: Sequence[Any]) -> int:
+    each = 1 + len(schemes)
+    total: int = each * args.windows * len({"text", "copying"} & set(args.tests)) + each * len(hidden)
+    if "layers" in args.tests:
+        total += sum(1 + len(s.layers) for s in schemes)
+    return total + (2 * args.windows if args.recommend else 0)
+
+
+def _hidden(args: argparse.Namespace, ids: Sequence[int], tokenizer: Any) -> tuple[Any, ...]:
+    if "needle" not in args.tests:
+        return ()
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+    def ends_sentence(token: int) -> bool:
+        return str(tokenizer.decode([token])).rstrip().endswith((".", "!", "?"))
+
+    return needles(ids, encode, ends_sentence, args.needle_lengths, args.needle_depths, args.needles)
+
+
+def _run(args: argparse.Namespace, errors: Console) -> Report:
+    caches = _caches(args.presets)
+    if args.recommend and "layers" not in args.tests:
+        args.tests = [*args.tests, "layers"]
+    for option, path in (("--json", args.json), ("--plot", args.plot)):
+        if path is not None and str(path) != "-":
+            _check_writable(path, option)
+    if args.plot is not None:
+        check_plot(args.tests)
+    if args.check:
+        read_limits(args.check)
+    text = _read_text(args.text)
+    device = _device(args.device)
+    dtype = args.dtype or ("fp32" if device.type == "cpu" else "bf16")
+    model, tokenizer = _load(args.model, device, dtype)
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 40
+    for name, length in (
+        ("--context", args.context),
+        *(("--needle-lengths", n) for n in args.needle_lengths),
+    ):
+        if length > most:
+            raise SpecError(name, length, f"at most the model's {most} positions")
+    means = _key_means(args, model, ids) if any(c and c[1].key_mean for c in caches.values()) else None
+    schemes = _schemes(args, caches, model.config, device, dtype, means)
+    hidden = _hidden(args, ids, tokenizer)
+    columns = (
+        TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=errors) as bar:
+        task = bar.add_task("", total=_passes(args, schemes, hidden))
+        evaluation = Evaluation(model, ids, lambda: bar.advance(task))
+        rows = evaluation.rows(schemes, args.tests, args.context, args.windows, hidden, args.layer_tokens)
+        choice = None
+        if args.recommend:
+            choice = recommend(rows, args.recommend)
+            rows = (*rows, _verified(evaluation, schemes, choice, args))
+    import torch
+    import transformers
+
+    conditions = {
+        "model": args.model.resolve().name, "text": args.text.name, "text_tokens": len(ids), "context": args.context,
+        "windows": args.windows, "device": str(device), "dtype": dtype, "protect": args.protect,
+        "skip_layers": list(args.skip_layers), "backend": args.backend or "default", "block_size": args.block_size,
+        "version": __version__, "torch": torch.__version__, "transformers": transformers.__version__,
+    }  # fmt: skip
+    return Report(conditions, rows, None if choice is None else asdict(choice))
+
+
+def _verified(
+    evaluation: Evaluation, schemes: Sequence[Scheme], choice: Choice, args: argparse.Namespace
+) -> Row:
+    """The recommended mixture, measured on the text as a scheme of its own."""
+    from .evaluation.schemes import mixture
+
+    mixed = mixture("recommended", schemes, choice.layers, evaluation.model.config)
+    return evaluation.rows([mixed], ["text"], args.context, args.windows)[1]
+
+
+def _print(report: Report) -> None:
+    found: list[Table] = [table(report)]
+    if any(r.needles for r in report.rows):
+        found.append(needle_table(report))
+    if any(r.layers for r in report.rows):
+        found.append(layer_table(report))
+    needed = max(Console(width=10_000).measure(t).maximum for t in found)
+    console = Console()
+    if console.width < needed:
+        console = Console(width=needed)  # a narrower terminal scrolls: no number is cut
+    for each in found:
+        console.print(each)
+    if report.recommendation is not None:
+        for name, layers in report.recommendation["by_scheme"].items():
+            console.print(f"{name}: layers {', '.join(map(str, layers))}", markup=False, soft_wrap=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line entry; returns the exit code. Options that argparse refuses end in SystemExit(2)."""
+    args = _parser().parse_args(argv)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    errors = Console(stderr=True)
+    try:
+        report = _run(args, errors)
+        text = json.dumps(report.to_dict(), indent=2)
+        if args.json is not None and str(args.json) != "-":
+            args.json.write_text(text + "\n", encoding="utf-8")
+        if args.plot is not None:
+            write_png(report, args.plot)
+    except SpecError as error:
+        errors.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        return BAD_INPUT
+    if args.json is not None and str(args.json) == "-":
+        print(text)
+    else:
+        _print(report)
+    broken = broken_limits(report, read_limits(args.check)) if args.check else []
+    for line in broken:
+        errors.print(f"BROKEN {line}", style="bold red", markup=False, soft_wrap=True)
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""A transformers attention that reads its keys and values as a scheme would give them back.
+
+Every query of a forward pass without a cache, the first token's included, reads all of its keys and values from the
+scheme. So one pass over a text is what decoding it token by token would give, without a first chunk that servers
+attend to raw: the harder case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from ..integrations.transformers import UnsupportedError, native_attention
+from ..options import CacheOptions
+from .schemes import Scheme
+
+__all__ = ["ATTENTION", "reading"]
+
+ATTENTION: Final = "turboquant_evaluation"
+"""Name of the attention, for ``model.set_attn_implementation``."""
+_ROWS: Final = 256  # queries whose scores are held at once
+
+
+class _Active:
+    scheme: Scheme | None = None
+
+
+def _attention(
+    module: Any,
+    query: torch.Tensor,  # [B, Hq, S, D]
+    key: torch.Tensor,  # [B, Hk, S, D]
+    value: torch.Tensor,  # [B, Hk, S, Dv]
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    scheme = _Active.scheme
+    read_back = None if scheme is None else scheme.layers.get(module.layer_idx)
+    if scheme is None or read_back is None:
+        return native_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    packed = read_back(key, value)
+    if not scheme.options.exact_tokens:
+        return native_attention(module, query, *packed, attention_mask, dropout, scaling, **kwargs)
+    for name in ("softcap", "s_aux"):
+        if kwargs.get(name) is not None:
+            raise UnsupportedError(f"{name}: exact tokens beside packed ones are evaluated without")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = _partly_exact(query * scale, (key, value), packed, attention_mask, scheme.options)
+    return out.transpose(1, 2), None
+
+
+def _partly_exact(
+    query: torch.Tensor,  # [B, Hq, S, D], scaled
+    exact: tuple[torch.Tensor, torch.Tensor],  # [B, Hk, S, D], [B, Hk, S, Dv]
+    packed: tuple[torch.Tensor, torch.Tensor],
+    mask: torch.Tensor | None,  # bool [B, 1, S, S]; None: causal
+    options: CacheOptions,
+) -> torch.Tensor:
+    """Attention [B, Hq, S, Dv] of tokens that each see the cache as it was when they were its last."""
+    batch, heads, count, width = query.shape
+    groups = heads // exact[0].shape[1]
+    query = query.view(batch, -1, groups, count, width)
+    parts = []
+    for low in range(0, count, _ROWS):
+        high = min(low + _ROWS, count)
+        at = torch.arange(low, high, device=query.device)[:, None]
+        token = torch.arange(high, device=query.device)
+        ends = torch.tensor([[options.packed_end(n + 1)] for n in range(low, high)], device=query.device)
+        is_exact = (token < options.first) | (token >= ends)
+        hidden = token > at if mask is None else ~mask[:, :, None, low:high, :high]
+        score, other = (
+            torch.einsum("bhgqd,bhsd->bhgqs", query[..., low:high, :], k[:, :, :high]).float()
+            for k in (packed[0], exact[0])
+        )
+        score = torch.where(is_exact, other, score).masked_fill_(hidden, -torch.inf)
+        weight = torch.softmax(score, -1).to(query.dtype)
+        each = zip((weight * ~is_exact, weight * is_exact), (packed[1], exact[1]), strict=True)
+        parts.append(sum(torch.einsum("bhgqs,bhsd->bhgqd", w, v[:, :, :high]) for w, v in each))
+    return torch.cat(parts, 3).flatten(1, 2)
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+@contextmanager
+def reading(model: Any, scheme: Scheme | None) -> Iterator[None]:
+    """In this block ``model``, called without a cache, reads keys and values of ``scheme`` (None: its own)."""
+    config = model.config.get_text_config(decoder=True)
+    before, outer = config._attn_implementation, _Active.scheme
+    model.set_attn_implementation(ATTENTION)
+    _Active.scheme = scheme
+    try:
+        yield
+    finally:
+        _Active.scheme = outer
+        model.set_attn_implementation(before)

@@ -1,0 +1,91 @@
+"""Which layer gets which scheme for a budget of bytes: exact, over what each layer was measured to cost alone.
+
+Costs of layers are taken to add up. They roughly do while they are small; the mixture is therefore measured as a whole
+afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from ..spec import SpecError
+from .report import EXACT, Row
+
+__all__ = ["Choice", "recommend"]
+
+_STEPS: Final = 4096
+"""The budget is divided into so many parts; sizes of layers are rounded up to them."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """layers: the scheme of each, ``exact`` for none. by_scheme: the same, the other way round.
+
+    bytes_per_token: of all layers. kl: sum of what the layers cost alone, nats per token.
+    """
+
+    budget: int
+    bytes_per_token: float
+    kl: float
+    layers: Mapping[int, str]
+    by_scheme: Mapping[str, tuple[int, ...]]
+
+
+def recommend(rows: Sequence[Row], budget: int) -> Choice:
+    """The choice with the smallest sum of KL within ``budget`` bytes per token. rows: exact first, with ``layers``.
+
+    SpecError if even the smallest choice is larger.
+    """
+    measured = [r for r in rows if r.layers]
+    if not measured:
+        raise SpecError("rows", [r.name for r in rows], "rows with the costs of single layers")
+    costs = [{c.layer: c for c in r.layers} for r in measured]
+    numbers = sorted(set.intersection(*(set(c) for c in costs)))
+    exact = {layer: costs[0][layer].exact_bytes for layer in numbers}
+    fixed = rows[0].bytes_per_token - sum(exact.values())  # of layers that no scheme quantises
+    options: list[list[tuple[float, float, str]]] = []  # of each layer: (bytes, KL, scheme)
+    for layer in numbers:
+        found = [(exact[layer], 0.0, EXACT)]
+        found += [
+            (c[layer].bytes_per_token, max(0.0, c[layer].kl), r.name)
+            for r, c in zip(measured, costs, strict=True)
+        ]
+        options.append(found)
+    smallest = fixed + sum(min(size for size, _, _ in found) for found in options)
+    if smallest > budget:
+        raise SpecError("--recommend", budget, f"at least {smallest:g} bytes, with the presets given")
+    unit = (budget - fixed) / _STEPS
+    best = np.full(_STEPS + 1, np.inf)  # least KL of the layers so far within each number of units
+    best[0] = 0.0
+    taken = np.zeros((len(options), _STEPS + 1), dtype=np.int64)
+    for i, found in enumerate(options):
+        after = np.full(_STEPS + 1, np.inf)
+        for j, (size, kl, _) in enumerate(found):
+            units = int(np.ceil(size / unit - 1e-9))
+            if units > _STEPS:
+                continue
+            moved = np.full(_STEPS + 1, np.inf)
+            moved[units:] = best[: _STEPS + 1 - units] + kl
+            better = moved < after
+            after[better], taken[i][better] = moved[better], j
+        best = after
+    if not np.isfinite(best).any():  # only rounding up to units made it too large
+        chosen = [min(found) for found in options]
+    else:
+        at = int(np.argmin(best))
+        chosen = []
+        for i in reversed(range(len(options))):
+            pick = options[i][taken[i][at]]
+            chosen.append(pick)
+            at -= int(np.ceil(pick[0] / unit - 1e-9))
+        chosen.reverse()
+    layers = {layer: name for layer, (_, _, name) in zip(numbers, chosen, strict=True)}
+    by_scheme = {
+        name: tuple(layer for layer, n in layers.items() if n == name)
+        for name in dict.fromkeys(layers.values())
+    }
+    return Choice(budget, fixed + sum(c[0] for c in chosen), sum(c[1] for c in chosen), layers, by_scheme)

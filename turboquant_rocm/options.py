@@ -1,0 +1,76 @@
+"""Options that buy accuracy for few bytes, beside the preset: what a cache keeps exact, and what it stores keys as.
+
+They change no byte of a slot, so every backend serves them: attention over the packed tokens, which returns its lse, is
+merged with attention over the exact ones. Off by default. Written behind a preset's name, as in
+``3bit_nc+recent=128+first=4+key_mean``; ``+rotated_values``, which changes the slot, is part of the preset's own name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from .presets import get_preset
+from .spec import ROTATED_VALUES, Preset, SpecError, checked_int
+
+__all__ = ["CacheOptions", "parse_cache"]
+
+_MOST: Final = 1 << 24
+_KEY_MEAN: Final = "key_mean"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """recent: at least so many of the last tokens are exact. first: so many of the first tokens are.
+
+    key_mean: keys are packed less a constant per layer and KV head, their mean over other text or over the first
+    chunk. It moves all scores of a query alike, which the lse of the packed tokens is corrected for.
+    flush: tokens that move from the exact last ones to the packed ones at once.
+    """
+
+    recent: int = 0
+    first: int = 0
+    key_mean: bool = False
+    flush: int = field(default=16, kw_only=True)
+
+    def __post_init__(self) -> None:
+        checked_int("recent", self.recent, 0, _MOST)
+        checked_int("first", self.first, 0, _MOST)
+        checked_int("flush", self.flush, 1, _MOST)
+        if not isinstance(self.key_mean, bool):
+            raise SpecError("key_mean", self.key_mean, "true or false")
+
+    def __bool__(self) -> bool:
+        return bool(self.recent or self.first or self.key_mean)
+
+    def __str__(self) -> str:
+        parts = [f"{name}={getattr(self, name)}" for name in ("recent", "first") if getattr(self, name)]
+        return "".join(f"+{part}" for part in (*parts, *([_KEY_MEAN] if self.key_mean else [])))
+
+    def packed_end(self, length: int) -> int:
+        """End of the packed tokens [first, end) of a sequence of ``length`` tokens; the others are exact."""
+        step = self.flush if self.recent else 1
+        return min(length, self.first + max(0, length - self.first - self.recent) // step * step)
+
+    @property
+    def exact_tokens(self) -> int:
+        """Most tokens of a sequence that are exact at once."""
+        return self.first + (self.recent + self.flush - 1 if self.recent else 0)
+
+
+def parse_cache(text: str) -> tuple[Preset, CacheOptions]:
+    """Preset and options of ``NAME[+rotated_values][+recent=N][+first=N][+key_mean]``; SpecError says what is wrong."""
+    name, *parts = str(text).split("+")
+    values: dict[str, int | bool] = {}
+    for part in parts:
+        option, _, number = part.partition("=")
+        if part == ROTATED_VALUES[1:] and not name.endswith(ROTATED_VALUES):
+            name += ROTATED_VALUES
+        elif part == _KEY_MEAN and _KEY_MEAN not in values:
+            values[_KEY_MEAN] = True
+        elif option in ("recent", "first") and number.isdecimal() and option not in values:
+            values[option] = int(number)
+        else:
+            wants = f"{ROTATED_VALUES[1:]}, recent=N, first=N or {_KEY_MEAN}, each once"
+            raise SpecError("cache option", part, wants)
+    return get_preset(name), CacheOptions(**values)  # type: ignore[arg-type]
