@@ -31,7 +31,7 @@ else:
     hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
     hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
-OPT_IN = ("slow", "vllm")
+OPT_IN = ("slow", "vllm", "model")
 """Marks whose tests run only with --run-MARK."""
 
 

@@ -59,12 +59,12 @@ def process(
     )  # fmt: skip
 
 
-def run_engine(tmp_path: Path, dtype: str, batches: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
+def run_engine(tmp_path: Path, preset: str, batches: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
     """Results of engine.py, and what it logged under "log"."""
     environ = clean_environment(**options.pop("environ", {}))
     packed_rows = options.pop("packed_rows", None)
     asked = {
-        "kv_cache_dtype": dtype, "block_size": BLOCK, "max_model_len": SCORED + 16, "max_num_seqs": 4,
+        "kv_cache_dtype": preset, "block_size": BLOCK, "max_model_len": SCORED + 16, "max_num_seqs": 4,
         "enable_prefix_caching": False, **options,
     }  # fmt: skip
     job = {"model": str(MODEL), "options": asked, "batches": batches, "packed_rows": packed_rows}
@@ -106,7 +106,7 @@ def prompt(start: int, count: int) -> list[int]:
 def test_engine_serves_and_predicts_as_the_evaluation_says(
     preset: str, reference: dict[str, list[float]], tmp_path: Path
 ):
-    """Chunks of 16 tokens, the first one too, that read packed keys and values, their own included: as evaluated.
+    """Chunks of 64 tokens, the first one too, that read packed keys and values, their own included: as evaluated.
 
     In fp32, so that both give nearly every element the same code: in bf16 other roundings alone moved 3-bit presets by
     1.5 to 2 % on so few tokens.
@@ -115,7 +115,7 @@ def test_engine_serves_and_predicts_as_the_evaluation_says(
         {"prompts": [prompt(0, 40), prompt(500, 12)], "max_tokens": 8},
         {"prompts": [list(text_ids())], "max_tokens": 1, "score": True},
     ]
-    found = run_engine(tmp_path, preset, batches, max_num_batched_tokens=16, packed_rows=16, dtype="float32")
+    found = run_engine(tmp_path, preset, batches, max_num_batched_tokens=64, packed_rows=64, dtype="float32")
 
     layers = list(found["layers"].values())
     packed = [x for x in layers if x["impl"] == OURS]
@@ -132,7 +132,7 @@ def test_engine_serves_and_predicts_as_the_evaluation_says(
     first, scored = found["batches"]
     assert all(len(x["tokens"]) == 8 and all(map(math.isfinite, x["logprobs"])) for x in first["outputs"])
     assert [1] in [[row[1] for row in step] for step in first["routes"]]
-    assert scored["routes"][:2] == [[["decode", 16, 0]], [["decode", 16, 16]]]
+    assert scored["routes"][:2] == [[["decode", 64, 0]], [["decode", 64, 64]]]
     assert {route for step in scored["routes"] for route, _, _ in step} == {"decode"}
     nll = scored["outputs"][0]["nll"]
     assert len(nll) == SCORED - 1 >= 1000

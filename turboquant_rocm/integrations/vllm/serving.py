@@ -114,6 +114,8 @@ def _policy(settings: Settings) -> Policy:
     policy = Policy.from_environment()
     if settings.cpu == "reference":
         policy = policy.narrowed_by(Policy(force="torch_reference"))
+    if settings.cpu == "interpret":
+        policy = policy.narrowed_by(Policy(require=frozenset({"triton_soa", "triton_aos"})))
     return policy
 
 
