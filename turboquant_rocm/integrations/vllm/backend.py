@@ -10,6 +10,7 @@ Letters of the shapes: docs/design.md.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import lcm
 from typing import Any, ClassVar, Final, get_args
 
 import torch
@@ -53,6 +54,9 @@ __all__ = ["BatchMetadata", "TurboQuantBackend", "TurboQuantBuilder", "TurboQuan
 
 MAX_DECODE_ROWS: Final = 128
 """Longest chunk with a history that reads itself from the packed cache, as in ``attend_prefill``."""
+
+TABLE_STEP: Final = 128
+"""vLLM makes the rows of block tables span a multiple of so many tokens, and of a block."""
 
 BLOCK_STEP: Final = 16
 """Blocks are multiples of this many tokens: what every kernel takes."""
@@ -146,15 +150,9 @@ class TurboQuantBuilder(AttentionMetadataBuilder[BatchMetadata]):
     """Makes the plan when it is made, and the metadata of every batch."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
-    requires_block_table_width: ClassVar[bool] = True
 
     def __init__(
-        self,
-        kv_cache_spec: Any,
-        layer_names: list[str],
-        vllm_config: Any,
-        device: torch.device,
-        block_table_width: int,
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
@@ -163,7 +161,8 @@ class TurboQuantBuilder(AttentionMetadataBuilder[BatchMetadata]):
                 f"layers such as {layer_names[0]}",
                 [Unsupported(ServerCode.CHUNKED, chunk, "attention that is not cut into chunks")],
             )
-        self.max_context = block_table_width * kv_cache_spec.block_size
+        blocks = kv_cache_spec.max_num_blocks_per_req(vllm_config, vllm_config.model_config.max_model_len)
+        self.max_context = blocks * kv_cache_spec.block_size + lcm(TABLE_STEP, kv_cache_spec.block_size)
         scheduler = vllm_config.scheduler_config
         sizes = vllm_config.compilation_config.cudagraph_capture_sizes or ()
         self.max_batch = max(scheduler.max_num_seqs, *sizes, 1)
