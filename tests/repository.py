@@ -27,6 +27,7 @@ HEAVY = (
     "turboquant_rocm.bench.measure",
     "turboquant_rocm.bench.timing",
     "turboquant_rocm.bench.tune",
+    "turboquant_rocm.comparison",
     "turboquant_rocm.compressed_store",
     "turboquant_rocm.continuation",
     "turboquant_rocm.evaluation.attention",

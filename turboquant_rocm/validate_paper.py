@@ -25,6 +25,7 @@ from .spec import SpecError
 from .verify import BAD_INPUT, _check_writable, _integer
 
 if TYPE_CHECKING:
+    from .comparison import Comparison
     from .paper import Row
 
 __all__ = ["main", "write_png"]
@@ -173,12 +174,45 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"of {', '.join(CHECK_NAMES)}; default all",
     )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="instead: quantisers side by side on the real tensors, at their bytes",
+    )
     parser.add_argument("--seed", type=_integer(0, 2**31), default=0, help="of everything random (default 0)")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the rows as JSON, - for standard output"
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a PNG (matplotlib)")
     return parser
+
+
+def _print_comparison(rows: Sequence[Comparison]) -> None:
+    """A Markdown table for each layer."""
+    for name in dict.fromkeys(row.tensors for row in rows):
+        head = "quantiser | bytes | key NMSE | rank | KL | output, exact values | output"
+        print(f"\n{name}\n\n| {head} |\n|---|---|---|---|---|---|---|")
+        for r in rows:
+            if r.tensors == name:
+                numbers = f"{r.bytes} | {r.key_nmse:.4f} | {r.rank_correlation:.4f} | {r.kl:.4f}"
+                print(f"| {r.quantizer} | {numbers} | {r.scores_alone:.1%} | {r.output:.1%} |")
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from . import accuracy, comparison
+
+    path = _real_keys(args)
+    _print_comparison([row for tensors in accuracy.load_npz(path) for row in comparison.compare(tensors)])
+    return 0
+
+
+def _real_keys(args: argparse.Namespace) -> Path:
+    """The file of real tensors; SpecError if none is given and none is bundled."""
+    if args.input is None and not BUNDLED.is_file():
+        wants = "--input FILE.npz, since only a checkout has examples/kv, or --no-real-keys"
+        raise SpecError("--input", None, wants)
+    path: Path = args.input or BUNDLED
+    return path
 
 
 def _run(args: argparse.Namespace, progress: Console) -> list[Row]:
@@ -199,11 +233,7 @@ def _run(args: argparse.Namespace, progress: Console) -> list[Row]:
     if args.no_real_keys:
         names = [name for name in names if name not in about_keys]
     elif about_keys:
-        path = args.input or BUNDLED
-        if args.input is None and not path.is_file():
-            wants = "--input FILE.npz, since only a checkout has examples/kv, or --no-real-keys"
-            raise SpecError("--input", None, wants)
-        tensors = tuple(accuracy.load_npz(path))
+        tensors = tuple(accuracy.load_npz(_real_keys(args)))
     if not names:
         raise SpecError("--check", args.check, "a check that is not about real keys, with --no-real-keys")
     settings = paper.Settings(args.seed, tensors)
@@ -220,6 +250,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     errors = Console(stderr=True)
     start = time.monotonic()
     try:
+        if args.compare:
+            return _compare(args)
         rows = _run(args, errors)
         seconds = time.monotonic() - start
         report = _report(rows, args.seed, seconds)

@@ -331,3 +331,28 @@ def test_help_needs_no_torch():
     code = "import sys; sys.modules['torch'] = None; from turboquant_rocm.validate_paper import main; main(['--help'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and "--no-real-keys" in done.stdout, done.stderr
+
+
+# ---- the comparison -----------------------------------------------------------------------------------------------
+
+
+def test_comparison(real: tuple[Tensors, ...], capsys: pytest.CaptureFixture[str]):
+    """At equal bytes codes with norm correction beat codes with a sketch, which is what docs/algorithms.md says."""
+    from turboquant_rocm.comparison import compare
+
+    for tensors in real:
+        rows = {r.quantizer: r for r in compare(tensors)}
+        for sketch, plain in (
+            ("prod_k4v4", "4bit_nc, values in groups of 32"),
+            ("prod_k3v4", "k3v4_nc, values in groups of 32"),
+            ("prod_k3v2", "3-bit codes nc, 2-bit values in groups of 32"),
+        ):
+            a, b = rows[sketch], rows[plain]
+            assert a.bytes == b.bytes + 2, "the norm of the residual"
+            assert a.key_nmse > 4 * b.key_nmse and a.kl > 2 * b.kl
+            assert a.rank_correlation < b.rank_correlation and a.output > b.output
+        assert rows["FP8 keys and values"].key_nmse < 0.001 < rows["4bit_nc"].key_nmse
+        assert rows["4bit_nc"].bytes == 70 and rows["INT4 per token and head"].bytes == 72
+    assert validate_paper.main(["--compare"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("| prod_k3v2 | 52 |") == 2
