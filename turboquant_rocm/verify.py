@@ -26,7 +26,7 @@ from . import __version__
 from .backends import get_backend
 from .dispatch import Policy, decide
 from .layouts import LAYOUT_NAMES
-from .presets import get_preset, preset_names
+from .presets import get_preset, preset_names, serving_names
 from .spec import MAX_HEADS, SpecError, Target
 
 if TYPE_CHECKING:
@@ -133,7 +133,10 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", choices=("bf16", "fp16"), default="bf16", help="of the tensors (default bf16)"
     )
     parser.add_argument(
-        "--preset", action="append", metavar="NAME", help=f"of {', '.join(preset_names())}; default all"
+        "--preset",
+        action="append",
+        metavar="NAME",
+        help=f"of {', '.join(preset_names())}; default those for serving",
     )
     parser.add_argument("--layout", choices=(*LAYOUT_NAMES, "both"), default="both")
     parser.add_argument("--backend", default="torch_reference", help="default: torch_reference")
@@ -203,7 +206,7 @@ def _run(args: argparse.Namespace, progress: Console) -> list[Measurement]:
         )
         raise SpecError("import torch", "not installed", wants) from None
     device = _device(args.device)
-    presets = [get_preset(name) for name in args.preset or preset_names()]
+    presets = [get_preset(name) for name in args.preset or serving_names()]
     own = get_backend(args.backend).layout
     layouts = LAYOUT_NAMES if args.layout == "both" else (args.layout,)
     if args.layout == "both" and own != "any":

@@ -25,7 +25,7 @@ from ...spec import NormMeaning
 from .rotation import add_run, rotation_table, sylvester
 from .store import default_rows, field_constants, row_bytes, row_sum, to_cube
 
-__all__ = ["Dequantize", "dequantize_constexprs"]
+__all__ = ["Dequantize", "dequantize_constexprs", "output_slots"]
 
 _CENTROID_EPS = tl.constexpr(1e-16)
 _FP8_TO_FP32 = tl.constexpr(2.0**120)  # undoes the exponent bias of a byte moved into the fp32 fields
@@ -308,6 +308,39 @@ def _dequantize_values(
 
 
 @triton.jit
+def output_slots(
+    row,  # [R] int64, of the output
+    rows,  # sum * Hk
+    cu_ptr,  # [B + 1] int32, first output row of each sequence
+    start_ptr,  # [B] int32, first token to read
+    table_ptr,  # [B, M] int32
+    table_stride,
+    batch,  # B
+    bisections,  # ceil(log2(B))
+    HK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    R: tl.constexpr,
+):
+    """(slot [R] int64, head [R], inside [R]) of the token and KV head that each output row is."""
+    token = (row // HK).to(tl.int32)  # of the output
+    head = (row % HK).to(tl.int32)
+    inside = (row < rows) & (token < tl.load(cu_ptr + batch))
+
+    low = tl.zeros((R,), tl.int32)  # bisection for the last sequence that starts at or before the token
+    high = tl.zeros((R,), tl.int32) + batch
+    for _ in range(bisections):
+        middle = (low + high) // 2
+        before = tl.load(cu_ptr + middle, inside, 0) <= token
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    position = tl.load(start_ptr + low, inside, 0) + token - tl.load(cu_ptr + low, inside, 0)
+    entry = position // BLOCK_SIZE
+    block = tl.load(table_ptr + low.to(tl.int64) * table_stride + entry, inside, 0).to(tl.int64)
+    slot = block * BLOCK_SIZE + (position - entry * BLOCK_SIZE)
+    return slot, head, inside
+
+
+@triton.jit
 def _dequantize_kernel(
     cache_ptr,  # uint8, base of the cache
     table_ptr,  # [B, M] int32
@@ -344,22 +377,9 @@ def _dequantize_kernel(
     R: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    token = (row // HK).to(tl.int32)  # of the output
-    head = (row % HK).to(tl.int32)
-    inside = (row < rows) & (token < tl.load(cu_ptr + batch))
-
-    low = tl.zeros((R,), tl.int32)  # bisection for the last sequence that starts at or before the token
-    high = tl.zeros((R,), tl.int32) + batch
-    for _ in range(bisections):
-        middle = (low + high) // 2
-        before = tl.load(cu_ptr + middle, inside, 0) <= token
-        low = tl.where(before, middle, low)
-        high = tl.where(before, high, middle)
-    position = tl.load(start_ptr + low, inside, 0) + token - tl.load(cu_ptr + low, inside, 0)
-    entry = position // BLOCK_SIZE
-    block = tl.load(table_ptr + low.to(tl.int64) * table_stride + entry, inside, 0).to(tl.int64)
-    slot = block * BLOCK_SIZE + (position - entry * BLOCK_SIZE)
-
+    slot, head, inside = output_slots(
+        row, rows, cu_ptr, start_ptr, table_ptr, table_stride, batch, bisections, HK, BLOCK_SIZE, R
+    )
     if tl.program_id(1) == 0:
         _dequantize_keys(
             cache_ptr,

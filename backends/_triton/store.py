@@ -631,7 +631,7 @@ def store_constexprs(layout: Layout) -> dict[str, Any]:
         "DV": dv,
         "DV2": dv2,
         "LOG_DV2": dv2.bit_length() - 1,
-        "KEY_BITS": preset.key_bits,
+        "KEY_BITS": preset.code_bits,
         "VALUE_BITS": preset.value_bits,
         "FOLD": layout.norm_meaning is NormMeaning.FOLDED,
         "BLOCK_SIZE": layout.block_size,
@@ -642,9 +642,9 @@ def store_constexprs(layout: Layout) -> dict[str, Any]:
         constants.update(M=1, M2=1, P=1, LOG_P=0, SIGNS=(0,), ROT_SCALE=1.0, MIDS=(0,), SQUARES=(0.0,))
     else:
         constants.update(rotation_table(d).constexprs())
-        half = 1 << (preset.key_bits - 1)
-        c = centroids(d, preset.key_bits)[half:]
-        mids = midpoints(d, preset.key_bits)[half:]
+        half = 1 << (preset.code_bits - 1)
+        c = centroids(d, preset.code_bits)[half:]
+        mids = midpoints(d, preset.code_bits)[half:]
         constants["MIDS"] = tuple(int(b) for b in np.ascontiguousarray(mids).view(np.int32))
         constants["SQUARES"] = tuple(float(s) for s in c * c)
     return constants

@@ -41,7 +41,9 @@ def run(tmp_path: Path, *args: str) -> tuple[int, list[dict]]:
 
 
 def test_real_input_through_all_presets_and_layouts(tmp_path: Path, capsys):
-    code, rows = run(tmp_path, "--input", str(REAL))
+    code, rows = run(
+        tmp_path, "--input", str(REAL), *(x for name in preset_names() for x in ("--preset", name))
+    )
     assert code == 0
     assert {(r["tensors"], r["preset"], r["layout"]) for r in rows} == {
         (t, p, layout) for t in ("l0", "l14") for p in preset_names() for layout in ("aos", "soa")
