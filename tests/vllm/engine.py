@@ -36,8 +36,9 @@ def _watch_routes() -> None:
                 parts = attn_metadata.split
                 step = []
                 if parts.decode_rows:
+                    lens = attn_metadata.query_start_loc[: parts.decodes + 1].diff().tolist()
                     totals = attn_metadata.seq_lens[: parts.decodes].tolist()
-                    step += [["decode", parts.decode_len, total - parts.decode_len] for total in totals]
+                    step += [["decode", q, t - q] for q, t in zip(lens, totals, strict=True)]
                 rest = prefill_rows(parts.query_lens, attn_metadata.rest_totals, backend.MAX_DECODE_ROWS)
                 step += [[w.route, w.queries, w.history] for w in rest]
                 routes.append(step)

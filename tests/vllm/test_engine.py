@@ -131,7 +131,10 @@ def test_engine_serves_and_predicts_as_the_evaluation_says(
 
     first, scored = found["batches"]
     assert all(len(x["tokens"]) == 8 and all(map(math.isfinite, x["logprobs"])) for x in first["outputs"])
-    assert [1] in [[row[1] for row in step] for step in first["routes"]]
+    assert first["routes"][:2] == [
+        [["decode", 40, 0], ["decode", 12, 0]],
+        [["decode", 1, 40], ["decode", 1, 12]],
+    ]
     assert scored["routes"][:2] == [[["decode", 64, 0]], [["decode", 64, 64]]]
     assert {route for step in scored["routes"] for route, _, _ in step} == {"decode"}
     nll = scored["outputs"][0]["nll"]
@@ -184,17 +187,19 @@ def test_prefix_caching_cold_and_warm_agree(tmp_path: Path):
 
 
 def test_chunked_and_unchunked_prefill_agree(tmp_path: Path):
-    batches = [ask(p) for p in PROMPTS]
-    whole = run_engine(tmp_path, PRESET, batches, max_num_batched_tokens=SCORED)["batches"]
-    large = run_engine(tmp_path, PRESET, batches, max_num_batched_tokens=160)["batches"]
-    small = run_engine(tmp_path, PRESET, batches, max_num_batched_tokens=32)["batches"]
-    assert whole[0]["routes"][0] == [["first", 300, 0]]
-    assert large[0]["routes"][:2] == [[["first", 160, 0]], [["chunks", 140, 160]]]
-    assert small[0]["routes"][:2] == [[["first", 32, 0]], [["decode", 32, 32]]]
-    for name, other in (("160", large), ("32", small)):
-        values = [difference(a["outputs"][0], b["outputs"][0]) for a, b in zip(whole, other, strict=True)]
-        print(f"unchunked and chunks of {name}:", values)
-        assert 0 < fmean(values) <= OTHER_ROUTE
+    """The logprobs of the prompt's own tokens behind the first chunk: whole, they come from raw keys and values."""
+    batches = [{"prompts": [prompt(0, 600)], "max_tokens": 1, "score": True}]
+    whole = run_engine(tmp_path, PRESET, batches, max_num_batched_tokens=SCORED)["batches"][0]
+    assert whole["routes"][0] == [["first", 600, 0]]
+    for size, routes in ((160, ["first", "chunks", "chunks", "decode"]), (32, ["first", *["decode"] * 18])):
+        parts = run_engine(tmp_path, PRESET, batches, max_num_batched_tokens=size)["batches"][0]
+        assert [step[0][0] for step in parts["routes"][: len(routes)]] == routes
+        assert [step[0][1] for step in parts["routes"][:2]] == [size, size]
+        pairs = zip(whole["outputs"][0]["nll"][size:], parts["outputs"][0]["nll"][size:], strict=True)
+        values = [b - a for a, b in pairs]
+        print(f"chunks of {size}: mean {fmean(values):.4f}, mean size {fmean(map(abs, values)):.4f}")
+        assert 0 < fmean(map(abs, values)) <= OTHER_ROUTE
+        assert abs(fmean(values)) <= OTHER_ROUTE / 2
 
 
 def test_a_batch_of_a_first_chunk_and_a_shorter_prefix_hit(tmp_path: Path):
