@@ -58,7 +58,9 @@ def test_every_automatic_backend_has_a_leg():
     from turboquant_rocm.backends import backends
 
     required = {name for leg in LEGS.values() for name in leg.backends}
-    assert {b.name for b in backends() if b.ready} <= required
+    assert {
+        b.name for b in backends() if b.ready and (b.automatic or b.name == "torch_reference")
+    } <= required
 
 
 def broken(tmp_path: Path, **changes: Any) -> Path:

@@ -206,3 +206,15 @@ def test_values_that_groups_do_not_fill_are_refused():
 def test_presets_that_make_no_sense(fields: dict, message: str):
     with pytest.raises(SpecError, match=message):
         Preset(**{"name": "x", "key_bits": 4, "value_bits": 4, "norm_correction": False, **fields})
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_90"])
+def test_kernels_are_chosen_on_request_only(preset: str, arch: str):
+    layer = LayerSpec(0, 16, 2, 128)
+    with pytest.raises(IneligibleError):
+        decide(layer, get_target(arch), preset, 16)
+    decision = decide(layer, get_target(arch), preset, 16, Policy(force="triton_prod"))
+    assert (decision.backend, decision.layout) == ("triton_prod", "soa")
+    with pytest.raises(IneligibleError, match=r"sketch=no \(wants yes\)"):
+        decide(layer, get_target(arch), "4bit_nc", 16, Policy(force="triton_prod"))
