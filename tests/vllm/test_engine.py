@@ -108,8 +108,8 @@ def test_engine_serves_and_predicts_as_the_evaluation_says(
 ):
     """Chunks of 64 tokens, the first one too, that read packed keys and values, their own included: as evaluated.
 
-    Single tokens differ between the two all the same, where a code falls to the other side: by 0.1 to 0.3 on average, as
-    measured. Two standard errors of that are 1.5 to 2.5 % with 3-bit keys on so few tokens, which is what they get.
+    Single tokens differ between the two all the same, where a code falls to the other side: by 0.1 to 0.3 on
+    average. Two standard errors of that are 1.5 to 2.5 % with 3-bit keys on so few tokens, which is what they get.
     """
     batches = [
         {"prompts": [prompt(0, 40), prompt(500, 12)], "max_tokens": 8},
