@@ -197,3 +197,9 @@ def test_what_is_refused(model: Any):
         tq.TurboQuantCache(capped, options=CacheOptions(key_mean=True), **options)
     cache = tq.TurboQuantCache(capped, options=CacheOptions(recent=8), **options)
     assert [type(layer).__name__ for layer in cache.layers] == ["PackedLayer", "PartlyExactLayer"]
+    with pytest.raises(SpecError, match=r"options='\+recent=8' .wants none"):
+        tq.TurboQuantCache(capped, options=CacheOptions(recent=8), skip_layers={1}, **options)
+    from turboquant_rocm.integrations.capture import open_cache
+
+    with pytest.raises(SpecError, match="options="):
+        open_cache(model.config, "hybrid", options=CacheOptions(recent=8), **options)

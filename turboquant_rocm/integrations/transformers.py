@@ -738,6 +738,8 @@ class TurboQuantCache(Cache):
 
         for entry in packed:
             layers[entry.layer.index] = self._packed(entry, layers[entry.layer.index], direct, checks)
+        if self.options and packed and not any(isinstance(layer, PartlyExactLayer) for layer in layers):
+            raise SpecError("options", str(self.options), "none: no packed layer here takes them")
         super().__init__(layers=layers)
         _say_once(logging.WARNING if self.plan.refused else logging.INFO, self._summary())
 
