@@ -92,6 +92,12 @@ def _expect(
         raise SpecError(name, tensor.device, f"the device of the cache, {device}")
 
 
+def _dense(name: str, tensor: torch.Tensor) -> None:
+    """SpecError unless the elements of the last dimension lie side by side, as kernels take them."""
+    if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise SpecError(name, f"strides {tensor.stride()}", "a contiguous last dimension")
+
+
 def _writable(name: str, tensor: torch.Tensor) -> None:
     """SpecError unless results can be written into ``tensor`` in place."""
     if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
@@ -232,6 +238,7 @@ class BoundLayer:
         tokens = key.shape[0]
         _expect("value", value, (tokens, hk, layer.value_size), (key.dtype,), device, "[T, Hk, Dv]")
         _expect("slot_mapping", slot_mapping, (tokens,), _INDEX_DTYPES, device, "[T]")
+        _dense("slot_mapping", slot_mapping)
         for name, tensor in (("key", key), ("value", value)):
             if tensor.numel() and tensor.stride(-1) != 1:
                 raise SpecError(name, f"strides {tensor.stride()}", "a contiguous last dimension")
@@ -325,8 +332,7 @@ class BoundLayer:
         device = self._check_cache(cache)
         layer = self.layer
         _expect("query", query, (None, layer.num_heads, layer.head_size), _RAW_DTYPES, device, "[N, Hq, D]")
-        if query.numel() and query.stride(-1) != 1:
-            raise SpecError("query", f"strides {query.stride()}", "a contiguous last dimension")
+        _dense("query", query)
         rows = query.shape[0]
         batch = self._check_sequences(block_table, seq_lens, cache)
         if query_start_loc is None:
@@ -334,6 +340,7 @@ class BoundLayer:
                 raise SpecError("query", tuple(query.shape), f"N == B == {batch} without query_start_loc")
         else:
             _expect("query_start_loc", query_start_loc, (batch + 1,), (torch.int32,), device, "[B + 1]")
+            _dense("query_start_loc", query_start_loc)
         if max_query_len is not None:
             checked_int("max_query_len", max_query_len, 1, _MAX_QUERY_LEN)
         if scale is not None and not is_number(scale):
@@ -345,9 +352,11 @@ class BoundLayer:
                 got = tuple(sinks.shape) if isinstance(sinks, torch.Tensor) else sinks
                 raise SpecError("sinks", got, "none: this layer was bound without sinks")
             _expect("sinks", sinks, (layer.num_heads,), (torch.float32,), device, "[Hq]")
+            _dense("sinks", sinks)
         if out is not None:
             shape = (rows, layer.num_heads, layer.value_size)
             _expect("out", out, shape, (*_RAW_DTYPES, torch.float64), device, "[N, Hq, Dv]")
+            _dense("out", out)
             _writable("out", out)
         if lse is not None:
             _expect("lse", lse, (rows, layer.num_heads), (torch.float32, torch.float64), device, "[N, Hq]")
@@ -383,6 +392,7 @@ class BoundLayer:
             batch = self._check_sequences(block_table, seq_lens, cache)
             if starts is not None:
                 _expect("starts", starts, (batch,), (torch.int32,), device, "[B]")
+                _dense("starts", starts)
                 if self.checks == "full" and batch and int(starts.min()) < 0:
                     raise SpecError("starts", int(starts.min()), "token positions >= 0")
             if dtype is not None and dtype not in (*_RAW_DTYPES, torch.float64):
@@ -417,8 +427,10 @@ class BoundLayer:
     def _check_sequences(self, block_table: torch.Tensor, seq_lens: torch.Tensor, cache: PagedCache) -> int:
         device = cache.data.device
         _expect("seq_lens", seq_lens, (None,), (torch.int32,), device, "[B]")
+        _dense("seq_lens", seq_lens)
         batch = int(seq_lens.shape[0])
         _expect("block_table", block_table, (batch, None), (torch.int32,), device, "[B, M]")
+        _dense("block_table", block_table)
         if self.checks == "full" and batch:
             size, width = self.layout.block_size, block_table.shape[1]
             if int(seq_lens.min()) < 0 or int(seq_lens.max()) > size * width:

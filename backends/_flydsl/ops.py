@@ -108,7 +108,8 @@ class FlydslOps:
             return
         multi = query_start_loc is not None
         key = (
-            rows, block_table.shape, max_query_len, multi, lse is None, query.dtype, out.dtype, query.device,
+            rows, block_table.shape, max_query_len, multi, query.dtype, out.dtype, query.device,
+            query.stride(-1), out.stride(-1), None if lse is None else (lse.dtype, lse.stride(-1)),
         )  # fmt: skip
         plan = self._plans.get(key)
         if plan is None:

@@ -63,6 +63,7 @@ STORE_FAULTS = {
     "value dtype": ("value", torch.zeros(58, 2, 64, dtype=torch.float16)),
     "value tokens": ("value", torch.zeros(57, 2, 64, dtype=BF16)),
     "slots short": ("slot_mapping", torch.zeros(57, dtype=torch.int64)),
+    "slots strides": ("slot_mapping", torch.arange(116)[::2]),
     "slots dtype": ("slot_mapping", torch.zeros(58, dtype=torch.float32)),
     "slots too large": ("slot_mapping", torch.arange(58) + 16 * 9 - 57),
     "slots twice": ("slot_mapping", torch.zeros(58, dtype=torch.int64)),
@@ -96,6 +97,10 @@ DECODE_FAULTS = {
     "query rows": ("query", torch.zeros(4, 6, 64, dtype=BF16)),
     "query dtype": ("query", torch.zeros(3, 6, 64, dtype=torch.float64)),
     "query strides": ("query", torch.zeros(3, 64, 6, dtype=BF16).transpose(1, 2)),
+    "lens strides": ("seq_lens", torch.tensor([5, 0, 20, 0, 33, 0], dtype=INT)[::2]),
+    "table strides": ("block_table", torch.zeros(3, 6, dtype=INT)[:, ::2]),
+    "loc strides": ("query_start_loc", torch.tensor([0, 9, 1, 9, 2, 9, 3, 9], dtype=INT)[::2]),
+    "out strides": ("out", torch.zeros(3, 64, 6, dtype=BF16).transpose(1, 2)),
     "lens dtype": ("seq_lens", torch.tensor([5, 20, 33])),
     "lens negative": ("seq_lens", torch.tensor([5, -1, 33], dtype=INT)),
     "lens too long": ("seq_lens", torch.tensor([5, 20, 49], dtype=INT)),
@@ -163,7 +168,8 @@ def test_sinks_are_needed_where_the_layer_has_them():
         decode(bound, good)
     with pytest.raises(SpecError, match=r"sinks=\(5,\)"):
         decode(bound, {**good, "sinks": torch.zeros(5)})
-    for wrong in ([0.0] * 6, torch.zeros(6, dtype=BF16), torch.zeros(6, device="meta")):
+    strided = torch.zeros(12)[::2]
+    for wrong in ([0.0] * 6, torch.zeros(6, dtype=BF16), torch.zeros(6, device="meta"), strided):
         with pytest.raises(SpecError) as error:
             decode(bound, {**good, "sinks": wrong})
         assert error.value.field == "sinks"

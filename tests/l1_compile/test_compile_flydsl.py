@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("flydsl", reason="FlyDSL is not installed")
+pytest.importorskip("flydsl", reason="FlyDSL is not installed", exc_type=ImportError)
 pytest.importorskip("triton", reason="Triton's linker stands in for ld.lld")
 
 from ci.flydsl_isa import steady_state

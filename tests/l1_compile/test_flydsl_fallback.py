@@ -224,7 +224,7 @@ def test_missing_package(here: Target, name: str, monkeypatch: pytest.MonkeyPatc
 def test_import_that_fails(here: Target, name: str, broken: Broken, monkeypatch: pytest.MonkeyPatch, body: str,
                            texts: list[str]):  # fmt: skip
     """Found by the dispatcher's probe, in a process of its own, before anything is bound."""
-    pytest.importorskip("flydsl", reason="FlyDSL is not installed")
+    pytest.importorskip("flydsl", reason="FlyDSL is not installed", exc_type=ImportError)
     broken.install(body)
     monkeypatch.syspath_prepend(str(broken.folder))
     probe.cache_clear()
@@ -239,7 +239,7 @@ def test_import_that_fails(here: Target, name: str, broken: Broken, monkeypatch:
 
 
 def test_wrong_version(here: Target, name: str, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("flydsl", reason="FlyDSL is not installed")
+    pytest.importorskip("flydsl", reason="FlyDSL is not installed", exc_type=ImportError)
     version = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda of: "0.4.9" if of == "flydsl" else version(of))
     probe.cache_clear()
@@ -255,7 +255,7 @@ def test_the_disk_cache_answers_for_other_processes(
     prepare: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     """A kernel that an earlier process has compiled starts no process; a lost cache or another version does."""
-    pytest.importorskip("flydsl", reason="FlyDSL is not installed")
+    pytest.importorskip("flydsl", reason="FlyDSL is not installed", exc_type=ImportError)
     monkeypatch.setenv("ROCM_PATH", offline.toolchain(tmp_path / "rocm"))
     started = []
     run = subprocess.run

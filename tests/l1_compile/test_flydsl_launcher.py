@@ -19,6 +19,7 @@ from turboquant_rocm.backends._flydsl.offline import Job
 from turboquant_rocm.backends._flydsl.ops import FlydslOps
 from turboquant_rocm.backends._flydsl.runtime import DeviceRuntime
 from turboquant_rocm.backends._triton.workspace import Workspace
+from turboquant_rocm.spec import SpecError
 
 NC4 = "turboquant_4bit_nc"
 LAYER = LayerSpec(0, 16, 2, 128)
@@ -94,6 +95,26 @@ def test_one_handle_per_specialisation(arch: str):
     assert runtime.built == built
     handle = runtime.handle(*built[0])
     assert runtime.handle(*built[0]) is handle
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_results_that_no_kernel_writes_are_refused_whatever_ran_before(arch: str):
+    """A plan is found by everything that was checked when it was made."""
+    runtime, workspace = Recorder(), Workspace("cpu")
+    ops, call = make_ops(arch, runtime), Call(2)
+    call.run(ops, workspace)
+    good, calls = dict(call.tensors), list(runtime.calls)
+    for name, wrong in (
+        ("lse", good["lse"].double()),
+        ("lse", torch.zeros(good["lse"].shape[::-1]).T),
+        ("out", torch.zeros(2, 128, LAYER.num_heads, dtype=torch.bfloat16).transpose(1, 2)),
+        ("query", torch.zeros(2, 128, LAYER.num_heads, dtype=torch.bfloat16).transpose(1, 2)),
+    ):
+        call.tensors = {**good, name: wrong}
+        with pytest.raises(SpecError) as error:
+            call.run(ops, workspace)
+        assert error.value.field == name
+    assert runtime.calls == calls
 
 
 def test_the_stream_is_the_one_that_torch_is_on(monkeypatch: pytest.MonkeyPatch):

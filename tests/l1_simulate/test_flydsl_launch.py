@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("flydsl", reason="FlyDSL is not installed")
+pytest.importorskip("flydsl", reason="FlyDSL is not installed", exc_type=ImportError)
 pytest.importorskip("triton", reason="Triton's linker stands in for ld.lld")
 pytest.importorskip("tinygrad", reason="the simulator decodes with tinygrad's AMD tables")
 

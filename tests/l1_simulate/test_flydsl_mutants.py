@@ -12,7 +12,7 @@ from functools import cache
 import pytest
 import torch
 
-pytest.importorskip("flydsl", reason="FlyDSL is not installed")
+pytest.importorskip("flydsl", reason="FlyDSL is not installed", exc_type=ImportError)
 pytest.importorskip("triton", reason="Triton's assembler and linker make the mutants")
 pytest.importorskip("tinygrad", reason="the simulator decodes with tinygrad's AMD tables")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("flydsl", reason="FlyDSL is not installed")
+pytest.importorskip("flydsl", reason="FlyDSL is not installed", exc_type=ImportError)
 pytest.importorskip("triton", reason="the other backend is in Triton")
 pytest.importorskip("tinygrad", reason="the simulator decodes with tinygrad's AMD tables")
 
