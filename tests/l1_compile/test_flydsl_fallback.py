@@ -158,8 +158,8 @@ def test_not_loaded(here: Target, name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runtime, "compile_ahead", lambda jobs: None)
     monkeypatch.setitem(sys.modules, "flydsl", None)
     monkeypatch.delitem(sys.modules, f"{flydsl_ops.__package__}.compile", raising=False)
-    for name in [n for n in sys.modules if n.startswith("flydsl.")]:
-        monkeypatch.delitem(sys.modules, name)
+    for module in [n for n in sys.modules if n.startswith("flydsl.")]:
+        monkeypatch.delitem(sys.modules, module)
     bound = bind(chosen(here))
     assert bound.backend == "triton_soa"
     assert "not loaded" in str(bound.decision.refused[name])
