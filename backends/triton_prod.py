@@ -30,7 +30,6 @@ BACKEND = register(
             AtMost(Code.BLOCK_SIZE, limit=4096, low=16),
             OneOf(Code.DTYPE, (Dtype.BF16, Dtype.FP16)),
             Without(Code.SINKS),
-            Without(Code.ROTATED_VALUES),
             Without(Code.SOFT_CAP),
             Without(Code.POSITION_BIAS),
         ),

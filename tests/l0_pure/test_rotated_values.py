@@ -67,7 +67,10 @@ def test_only_backends_that_declare_them_serve_them():
                 Request(layer, get_target(arch), get_preset(name), 16)
                 for name in ("4bit_nc", "4bit_nc+rotated_values")
             )
-            more = {r.code for r in backend.refusals(rotated)} - {r.code for r in backend.refusals(plain)}
+            before = {r.code for r in backend.refusals(plain)}
+            if Code.SKETCH in before:  # it serves presets with a sketch, which have no rotated values
+                continue
+            more = {r.code for r in backend.refusals(rotated)} - before
             assert more <= {Code.ROTATED_VALUES}
             if not more:
                 serving.add(backend.name)
