@@ -23,21 +23,25 @@ def made(
     heads: int = 2,
     group: int = 4,
     dtype: str = "bf16",
+    arch: str | None = None,
     **options: int,
 ) -> tuple[BoundLayer, BoundLayer, ProdOps]:
-    """(reference, fp64 oracle, kernels) of one layer; the kernels for this machine's GPU, or NVIDIA's without one."""
+    """(reference, fp64 oracle, kernels) of one layer; the kernels for ``arch``, one of AMD's that is simulated, or for
+    this machine's GPU, or NVIDIA's without one."""
     layer = layer_spec(head_size, heads, group, dtype)
     bound = reference(layer, preset, "soa", 16)
     oracle = reference(layer, preset, "soa", 16, torch.float64)
-    amd = device != "cpu" and torch.version.hip is not None
-    target = Target("amd", "gfx942") if amd else Target("nvidia", "sm_90")
+    amd = arch or (device != "cpu" and torch.version.hip is not None)
+    target = Target("amd", arch or "gfx942") if amd else Target("nvidia", "sm_90")
     decision = Decision(layer, target, get_preset(preset), 16, "triton_prod", "soa")
     return bound, oracle, ProdOps(decision, make_layout("soa", preset, head_size, heads, 16), **options)
 
 
-def check_store(preset: str, head_size: int, device: str, dtype: str = "bf16") -> None:
+def check_store(
+    preset: str, head_size: int, device: str, dtype: str = "bf16", arch: str | None = None
+) -> None:
     """Every byte is the reference's, but for signs whose sketch is within 1e-5 of the residual's length of 0."""
-    bound, _, ops = made(preset, head_size, device, heads=3, dtype=dtype)
+    bound, _, ops = made(preset, head_size, device, heads=3, dtype=dtype, arch=arch)
     layout, g = bound.layout, torch.Generator().manual_seed(head_size)
     key, value = (mixed(45, 3, head_size, g, TORCH_DTYPES[dtype]) for _ in range(2))
     slots = torch.randperm(64, generator=g)[:45]
@@ -76,9 +80,9 @@ def check_store(preset: str, head_size: int, device: str, dtype: str = "bf16") -
         assert (field_view(mine, layout, name)[untouched] == 0xCD).all(), name
 
 
-def check_dequantize(preset: str, head_size: int, device: str) -> None:
+def check_dequantize(preset: str, head_size: int, device: str, arch: str | None = None) -> None:
     """Ranges of sequences in shuffled blocks read back as by the fp64 reference."""
-    _, oracle, ops = made(preset, head_size, device)
+    _, oracle, ops = made(preset, head_size, device, arch=arch)
     g = torch.Generator().manual_seed(1)
     table, slots, blocks = shuffled_tables([40, 0, 17], 16, g)
     cache = oracle.allocate(blocks, "cpu")
@@ -101,11 +105,11 @@ def check_dequantize(preset: str, head_size: int, device: str) -> None:
 
 def check_decode(
     preset: str, head_size: int, device: str, group: int = 4, queries: tuple[int, ...] | None = None, splits: int = 2,
-    dtype: str = "bf16",
+    dtype: str = "bf16", arch: str | None = None,
 ) -> None:  # fmt: skip
     """Output and lse of every row within the declared tolerance of fp64 attention over the same bytes."""
     seq_lens = [70, 33, 0, 16, 1]
-    _, oracle, ops = made(preset, head_size, device, group=group, dtype=dtype, splits=splits)
+    _, oracle, ops = made(preset, head_size, device, group=group, dtype=dtype, arch=arch, splits=splits)
     g = torch.Generator().manual_seed(group)
     table, slots, blocks = shuffled_tables(seq_lens, 16, g)
     cache = oracle.allocate(blocks, "cpu")

@@ -11,7 +11,9 @@ import torch
 from .sim_helpers import ARCHS
 
 from ci.cdna_sim import compile_triton, simulate_triton  # isort: skip
+from ci.cdna_sim.launcher import simulated_launches
 from tests.cases import gaussian, reference, rel_l2
+from tests.prod_checks import PRESETS, check_decode, check_dequantize, check_store
 from tests.prod_kernels import KERNELS, decision_for, signature
 from turboquant_rocm.layouts.views import field_view
 from turboquant_rocm.seeded import cache_sketch
@@ -95,3 +97,33 @@ def test_store_then_decode(arch: str, preset: str, d: int):
     )
     assert rel_l2(torch.from_numpy(part[:, 0]), wanted[0]) < 4e-3
     assert np.allclose(part_lse[:, 0] * np.log(2), lse[0].numpy(), atol=1e-2)
+
+
+# What the interpreter and devices are asked, of the machine code: through the launchers, with every detector.
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_store(arch: str, preset: str, head_size: int):
+    with simulated_launches(arch) as log:
+        check_store(preset, head_size, "cpu", arch=arch)
+    assert [launch.name for launch in log] == ["prod_store_kernel"]
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_dequantise(arch: str, preset: str, head_size: int):
+    with simulated_launches(arch) as log:
+        check_dequantize(preset, head_size, "cpu", arch=arch)
+    assert [launch.name for launch in log] == ["prod_dequantize_kernel"]
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_decode_in_two_splits(arch: str, preset: str, head_size: int):
+    with simulated_launches(arch) as log:
+        check_decode(preset, head_size, "cpu", splits=2, arch=arch)
+    assert len({launch.name for launch in log}) == len(log) == 3  # prepare, decode, reduce
