@@ -238,10 +238,8 @@ class BoundLayer:
         tokens = key.shape[0]
         _expect("value", value, (tokens, hk, layer.value_size), (key.dtype,), device, "[T, Hk, Dv]")
         _expect("slot_mapping", slot_mapping, (tokens,), _INDEX_DTYPES, device, "[T]")
-        _dense("slot_mapping", slot_mapping)
-        for name, tensor in (("key", key), ("value", value)):
-            if tensor.numel() and tensor.stride(-1) != 1:
-                raise SpecError(name, f"strides {tensor.stride()}", "a contiguous last dimension")
+        for name, tensor in (("slot_mapping", slot_mapping), ("key", key), ("value", value)):
+            _dense(name, tensor)
         if nonfinite is not None:
             _expect("nonfinite", nonfinite, (2,), (torch.int32,), device, "[2]")
             _writable("nonfinite", nonfinite)

@@ -105,25 +105,18 @@ def test_store_then_decode(arch: str, preset: str, d: int):
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("arch", ARCHS)
-def test_store(arch: str, preset: str, head_size: int):
-    with simulated_launches(arch) as log:
-        check_store(preset, head_size, "cpu", arch=arch)
-    assert [launch.name for launch in log] == ["prod_store_kernel"]
+class TestMachineCode:
+    def test_store(self, arch: str, preset: str, head_size: int):
+        with simulated_launches(arch) as log:
+            check_store(preset, head_size, "cpu", arch=arch)
+        assert [launch.name for launch in log] == ["prod_store_kernel"]
 
+    def test_dequantise(self, arch: str, preset: str, head_size: int):
+        with simulated_launches(arch) as log:
+            check_dequantize(preset, head_size, "cpu", arch=arch)
+        assert [launch.name for launch in log] == ["prod_dequantize_kernel"]
 
-@pytest.mark.parametrize("head_size", [64, 128])
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("arch", ARCHS)
-def test_dequantise(arch: str, preset: str, head_size: int):
-    with simulated_launches(arch) as log:
-        check_dequantize(preset, head_size, "cpu", arch=arch)
-    assert [launch.name for launch in log] == ["prod_dequantize_kernel"]
-
-
-@pytest.mark.parametrize("head_size", [64, 128])
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("arch", ARCHS)
-def test_decode_in_two_splits(arch: str, preset: str, head_size: int):
-    with simulated_launches(arch) as log:
-        check_decode(preset, head_size, "cpu", splits=2, arch=arch)
-    assert len({launch.name for launch in log}) == len(log) == 3  # prepare, decode, reduce
+    def test_decode_in_two_splits(self, arch: str, preset: str, head_size: int):
+        with simulated_launches(arch) as log:
+            check_decode(preset, head_size, "cpu", splits=2, arch=arch)
+        assert len({launch.name for launch in log}) == len(log) == 3  # prepare, decode, reduce
