@@ -44,7 +44,7 @@ BACKEND = register(
             Without(Code.POSITION_BIAS),
         ),
         ops="_triton.ops:AosOps",
-        max_splits=64,
+        max_splits=256,
         description="Triton, AoS cache: every architecture that Triton supports",
     )
 )

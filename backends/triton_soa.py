@@ -32,7 +32,7 @@ BACKEND = register(
             Without(Code.POSITION_BIAS),
         ),
         ops="_triton.ops:SoaOps",
-        max_splits=64,
+        max_splits=256,
         description="Triton, SoA cache: one program per sequence, KV head and split",
     )
 )

@@ -131,7 +131,7 @@ def build(arch: str, spec: Spec) -> Built:
     elif spec.kernel == "reduce":
         kernel, constants, types = (
             reduce_kernel,
-            plan.reduce_constants(multi, True),
+            plan.reduce_constants(multi, True, False),
             {"out_ptr": torch.bfloat16},
         )
     else:

@@ -13,8 +13,13 @@ from turboquant_rocm.backends._triton.device import (
     funnel,
     halves,
     pair_order,
+    quarters,
+    spread3,
+    table_bytes,
+    value_pairs,
+    value_steps,
 )
-from turboquant_rocm.backends._triton.tile import centroid_table
+from turboquant_rocm.backends._triton.tile import byte_table, centroid_table
 
 WORDS = 1024
 HEAD_SIZE = 128
@@ -60,6 +65,69 @@ def twins_kernel(
     _store_pair(out_ptr, i, d, ORDER[6], ORDER[7])
 
 
+@triton.jit
+def _store_bytes(
+    out_ptr,
+    at,  # [n]
+    first,  # [n] int32: four int8 numbers
+    second,
+    ADD: tl.constexpr,
+):
+    a = quarters(first)
+    b = quarters(second)
+    for k in tl.static_range(4):
+        x = a[k]
+        y = b[k]
+        if ADD:
+            x += tl.load(out_ptr + at + k)
+            y += tl.load(out_ptr + at + 4 + k)
+        tl.store(out_ptr + at + k, x)
+        tl.store(out_ptr + at + 4 + k, y)
+
+
+@triton.jit
+def byte_twins_kernel(
+    words_ptr,  # [n] int32
+    bytes_ptr,  # [n, PLANES, 8] int8: planes of the centroids of eight codes
+    values_ptr,  # [n, 8, 2] fp16: the codes of the word and of another as numbers
+    BITS: tl.constexpr,
+    PLANES: tl.constexpr,
+    TABLE: tl.constexpr,
+    STEPS: tl.constexpr,
+    TARGET: tl.constexpr,
+    N: tl.constexpr,
+):
+    i = tl.arange(0, N)
+    word = tl.load(words_ptr + i)
+    for p in tl.static_range(PLANES):
+        at = (i * PLANES + p) * 8
+        if BITS == 4:
+            a, b = table_bytes(word, TABLE[4 * p], TABLE[4 * p + 1], TARGET)
+            _store_bytes(bytes_ptr, at, a, b, False)
+            tl.debug_barrier()
+            a, b = table_bytes(word ^ -0x77777778, TABLE[4 * p + 2], TABLE[4 * p + 3], TARGET)
+            _store_bytes(bytes_ptr, at, a, b, True)
+        else:
+            a, b = table_bytes(spread3(word), TABLE[2 * p], TABLE[2 * p + 1], TARGET)
+            _store_bytes(bytes_ptr, at, a, b, False)
+    pairs = value_pairs(word, word ^ 0x5A5A5A5A, BITS, TARGET)
+    for k in tl.static_range(8):
+        low, high = halves(pairs[k])
+        tl.store(values_ptr + i * 16 + 2 * k, ((low.to(tl.float32) - 1024) / STEPS[k]).to(tl.float16))
+        tl.store(values_ptr + i * 16 + 2 * k + 1, ((high.to(tl.float32) - 1024) / STEPS[k]).to(tl.float16))
+
+
+def run_bytes(bits: int, planes: int, target: str, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(planes [n, planes, 8] int8 of the centroids in every word, codes [n, 8, 2] fp16 of it and of another)."""
+    table = byte_table(HEAD_SIZE, bits, planes).words
+    found = torch.empty(WORDS, planes, 8, dtype=torch.int8, device=device)
+    values = torch.empty(WORDS, 8, 2, dtype=torch.float16, device=device)
+    byte_twins_kernel[(1,)](
+        words(device), found, values, bits, planes, table, value_steps(bits), target, WORDS
+    )
+    return found, values
+
+
 def words(device: str) -> torch.Tensor:
     """Every code in every position, every byte in every position, then random words."""
     every = [(c << (4 * p)) for c in range(16) for p in range(8)] + [
@@ -74,7 +142,7 @@ def run(bits: int, target: str, device: str) -> torch.Tensor:
     """Bits of what the functions return: int16 [n, 10]."""
     out = torch.empty(WORDS, 8, dtype=torch.float16, device=device)
     shifted = torch.empty(WORDS, dtype=torch.int32, device=device)
-    table = (0, 0, 0, 0) if bits == 8 else centroid_table(HEAD_SIZE, bits).planes
+    table = (0,) * 5 if bits == 8 else (*centroid_table(HEAD_SIZE, bits).planes, 0x7F7F7F7F)
     order = tuple(range(8)) if bits == 8 else pair_order(target, 8)
     twins_kernel[(1,)](words(device), out, shifted, bits, table, order, target, WORDS)
     return torch.cat([out.view(torch.int16), shifted[:, None].view(torch.int16)], 1)

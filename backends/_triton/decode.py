@@ -19,14 +19,22 @@ Tile of T tokens, all in registers of one warp or wave:
   as the 1024 of the conversion trick would turn that into a bias of percents on long contexts. Rows are dims in the
   order in which codes come out, put back by the final store.
 
-Nothing is multiplied per element. Budget of integer instructions per element: K 2.4 (4-bit), 2.1 (3-bit), 1.5 (FP8);
-V 1.7; plus an eighth of a matrix instruction each.
+Two routes for the keys. fp16: codes become the numbers of an fp16 codebook. Bytes (PLANES > 0, where norms need no
+correction): codes become int8 numbers, 7 or 8 bits at a time ("planes", tile.byte_table), the query two int8 numbers,
+and the products are exact integers. A byte permute gives four of them at once and nothing has to be interleaved; the
+two halves of a 16-entry codebook are looked up apart, each giving 0 for the codes of the other, and the matrix unit
+adds them up. Planes leave an offset out, which is one number per column: it is added with the scale.
 
-What moves when. Page ids of the next tile are fetched while this tile is computed. Groups of 16 tokens never cross a
-block, so a tile needs T / 16 scalar page ids, and addresses are a scalar per group plus loop-invariant lane offsets.
-A group is read if it holds a visible token; words of its other slots may be anything, which is harmless because every
-code decodes to a finite number, and their norm, scale and zero are not loaded (masked, 0). So nothing that was never
-stored can reach the result. Tiles outside the window or past the sequence are never touched.
+Nothing is multiplied per element. Budget of integer instructions per element: K 1.4 (4-bit, two planes), 1.1 (3-bit,
+one plane), fp16 route 2.1 to 2.4, FP8 2; V 0.8 and half a multiply-add; an eighth to a half of a matrix instruction.
+
+What moves when. With PREFETCH the keys of the next tile are read as soon as this tile's have been decoded, into the
+same registers, and its values likewise: each is in flight for half a tile's time or more. Page ids are fetched a tile
+ahead. Groups of 16 tokens never cross a block, so a tile needs T / 16 scalar page ids, and addresses are a scalar per
+group plus loop-invariant lane offsets. A group is read if it holds a visible token; words of its other slots may be
+anything, which is harmless because every code decodes to a finite number, and their norm, scale and zero are not
+loaded (masked, 0). So nothing that was never stored can reach the result. Tiles outside the window or past the
+sequence are never touched.
 
 Row j of a sequence with q query tokens sees keys [max(0, h - window), h), h = seq_len - q + j + 1.
 """
@@ -36,7 +44,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device import centroid_pairs3, centroid_pairs4, fp8_pairs, funnel, halves, value_pairs
+from .device import (
+    centroid_pairs3,
+    centroid_pairs4,
+    fp8_pairs,
+    funnel,
+    halves,
+    quarters,
+    spread3,
+    table_bytes,
+    value_pairs,
+    value_steps,
+)
 
 __all__ = ["decode_kernel"]
 
@@ -218,11 +237,96 @@ def _units(
 
 
 @triton.jit
+def _columns8(
+    x,  # [., ., ., index bits 0, 1, 2 of eight columns of a lane]
+    KWIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROW: tl.constexpr,
+    LANE: tl.constexpr,
+):
+    """Dimensions in the order of rows and columns of an operand whose lanes own KWIDTH consecutive columns."""
+    if KWIDTH == 2:
+        x = tl.permute(x, (BLOCK, ROW, 5, 4, LANE, 3))
+    elif KWIDTH == 4:
+        x = tl.permute(x, (BLOCK, ROW, 5, LANE, 4, 3))
+    else:
+        x = tl.permute(x, (BLOCK, ROW, LANE, 5, 4, 3))
+    return x
+
+
+@triton.jit
+def _byte_operand(
+    words,  # two words of four int8 numbers, tiles of three dimensions
+    T: tl.constexpr,
+    KWIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROW: tl.constexpr,
+    LANE: tl.constexpr,
+):
+    """[T, 32] int8."""
+    a0, a1, a2, a3 = quarters(words[0])
+    b0, b1, b2, b3 = quarters(words[1])
+    a = tl.join(tl.join(a0, a2), tl.join(a1, a3))
+    b = tl.join(tl.join(b0, b2), tl.join(b1, b3))
+    x = tl.join(a, b)  # [., ., ., byte bit 1, byte bit 0, word]
+    x = tl.permute(x, (0, 1, 2, 4, 3, 5))
+    return tl.reshape(_columns8(x, KWIDTH, BLOCK, ROW, LANE), (T, 32))
+
+
+@triton.jit
+def _byte_scores(
+    k_units,  # tuple of KUNITS packed units
+    upper,  # tuple of [32, N] int8: the query is 256 * upper + lower
+    lower,
+    T: tl.constexpr,
+    N: tl.constexpr,
+    KUNITS: tl.constexpr,
+    BITS: tl.constexpr,
+    PLANES: tl.constexpr,
+    TABLE,  # see tile.ByteTable
+    KWIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROW: tl.constexpr,
+    LANE: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """Sum of query * (plane 0 + plane 1 / 128) over the dims, [T, N] int32, exact but for lower * plane 1.
+
+    A table of sixteen bytes is looked up as two of eight, each giving 0 where the other has the entry; the matrix
+    unit adds them up.
+    """
+    by_upper = tl.zeros((T, N), tl.int32)
+    by_lower = tl.zeros((T, N), tl.int32)
+    fine = tl.zeros((T, N), tl.int32)
+    HALVES: tl.constexpr = 2 if BITS == 4 else 1
+    for u in tl.static_range(KUNITS):
+        if BITS == 4:
+            selects = (k_units[u], k_units[u] ^ -0x77777778)
+        else:
+            selects = (spread3(k_units[u]),)
+        for i in tl.static_range(HALVES):
+            words = table_bytes(selects[i], TABLE[2 * i], TABLE[2 * i + 1], TARGET)
+            keys = _byte_operand(words, T, KWIDTH, BLOCK, ROW, LANE)
+            by_upper = tl.dot(keys, upper[u], by_upper, out_dtype=tl.int32)
+            by_lower = tl.dot(keys, lower[u], by_lower, out_dtype=tl.int32)
+            if PLANES == 2:
+                words = table_bytes(
+                    selects[i], TABLE[2 * HALVES + 2 * i], TABLE[2 * HALVES + 2 * i + 1], TARGET
+                )
+                keys = _byte_operand(words, T, KWIDTH, BLOCK, ROW, LANE)
+                fine = tl.dot(keys, upper[u], fine, out_dtype=tl.int32)
+    scores = by_upper * 256 + by_lower
+    if PLANES == 2:
+        scores += fine * 2
+    return scores
+
+
+@triton.jit
 def _key_operand(
     unit,  # packed codes, a tile of three dimensions
     T: tl.constexpr,
     BITS: tl.constexpr,
-    TABLE: tl.constexpr,
+    TABLE,
     KWIDTH: tl.constexpr,
     BLOCK: tl.constexpr,  # which dimension counts blocks of rows, rows of a block, lanes of a row
     ROW: tl.constexpr,
@@ -252,12 +356,7 @@ def _key_operand(
         ab = tl.join(tl.join(a0, a1), tl.join(b0, b1))
         cd = tl.join(tl.join(c0, c1), tl.join(d0, d1))
         x = tl.join(ab, cd)  # [., ., ., half, pair low bit, pair high bit]
-        if KWIDTH == 2:
-            x = tl.permute(x, (BLOCK, ROW, 5, 4, LANE, 3))
-        elif KWIDTH == 4:
-            x = tl.permute(x, (BLOCK, ROW, 5, LANE, 4, 3))
-        else:
-            x = tl.permute(x, (BLOCK, ROW, LANE, 5, 4, 3))
+        x = _columns8(x, KWIDTH, BLOCK, ROW, LANE)
         x = tl.reshape(x, (T, 32))
     return x
 
@@ -289,19 +388,17 @@ def _stack8(a, b, c, d, e, f, g, h):
 
 
 @triton.jit
-def _value_operand(
-    words,  # tuple of RUNS tiles: the same unit of RUNS neighbouring tokens
+def _value_tree(
+    pairs,  # tuple of RUNS / 2 tuples of eight tiles: two tokens, eight codes
     T: tl.constexpr,
-    BITS: tl.constexpr,
     RUNS: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,  # which dimension counts blocks of tokens, runs of a block, lanes
+    BLOCK: tl.constexpr,
     RUN: tl.constexpr,
     LANE: tl.constexpr,
 ):
-    """One unit decoded to the operand [ROWS, T] fp16 of code - middle: row = code * lanes + lane."""
-    AWAY: tl.constexpr = 1024.0 + (1 << (BITS - 1))
-    p = value_pairs(words[0], words[1], BITS)
+    """[ROWS, T] fp16 out of pairs: row = code * lanes + lane."""
+    p = pairs[0]
     a0, a1 = halves(p[0])
     b0, b1 = halves(p[1])
     c0, c1 = halves(p[2])
@@ -324,7 +421,7 @@ def _value_operand(
         x = tl.permute(x, (6, 5, 4, LANE, BLOCK, RUN, 3))
     else:
         tl.static_assert(RUNS == 4)
-        q = value_pairs(words[2], words[3], BITS)
+        q = pairs[1]
         a2, a3 = halves(q[0])
         b2, b3 = halves(q[1])
         c2, c3 = halves(q[2])
@@ -344,7 +441,58 @@ def _value_operand(
             tl.join(tl.join(h0, h1), tl.join(h2, h3)),
         )  # [., ., ., token bit 0, token bit 1, code bits 0, 1, 2]
         x = tl.permute(x, (7, 6, 5, LANE, BLOCK, RUN, 4, 3))
-    return tl.reshape(x, (ROWS, T)) - tl.full((ROWS, T), AWAY, tl.float16)
+    return tl.reshape(x, (ROWS, T))
+
+
+@triton.jit
+def _value_constants(
+    like,  # a tile of words
+    BITS: tl.constexpr,
+    RUNS: tl.constexpr,
+    OFFSET: tl.constexpr,
+):
+    """1 / step of every pair (OFFSET = 0) or the number that code ``middle`` becomes, as pairs: constants."""
+    STEPS: tl.constexpr = value_steps(BITS)
+    one = ()
+    for i in tl.static_range(8):
+        one = one + (tl.full(like.shape, _pair_bits(STEPS[i], BITS, OFFSET), tl.int32),)
+    out = (one,)
+    if RUNS == 4:
+        out = out + (one,)
+    return out
+
+
+@triton.constexpr_function
+def _pair_bits(step, bits, offset):
+    """Bits of a pair of equal fp16 numbers: 1 / step, or with ``offset`` what the middle code's number becomes."""
+    from struct import pack, unpack
+
+    number = -(1024.0 / step + 2 ** (bits - 1)) if offset else 1.0 / step
+    half = unpack("<H", pack("<e", number))[0]
+    pair = half << 16 | half
+    return pair - (1 << 32) if pair >> 31 else pair
+
+
+@triton.jit
+def _value_operand(
+    words,  # tuple of RUNS tiles: the same unit of RUNS neighbouring tokens
+    T: tl.constexpr,
+    BITS: tl.constexpr,
+    RUNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,  # which dimension counts blocks of tokens, runs of a block, lanes
+    RUN: tl.constexpr,
+    LANE: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """One unit decoded to the operand [ROWS, T] fp16 of code - middle: row = code * lanes + lane."""
+    pairs = (value_pairs(words[0], words[1], BITS, TARGET),)
+    if RUNS == 4:
+        pairs = pairs + (value_pairs(words[2], words[3], BITS, TARGET),)
+    raw = _value_tree(pairs, T, RUNS, ROWS, BLOCK, RUN, LANE)
+    slope = _value_tree(_value_constants(words[0], BITS, RUNS, False), T, RUNS, ROWS, BLOCK, RUN, LANE)
+    away = _value_tree(_value_constants(words[0], BITS, RUNS, True), T, RUNS, ROWS, BLOCK, RUN, LANE)
+    return raw * slope + away
 
 
 @triton.jit
@@ -359,6 +507,30 @@ def _sum_tokens(
         out = tl.sum(tl.sum(tl.reshape(x, (T // 16, 4, 4, N)), axis=2), axis=0)
     else:
         out = tl.sum(tl.reshape(x, (T // 8, 8, N)), axis=0)
+    return out
+
+
+@triton.jit
+def _table(
+    words_ptr,  # [COUNT, 4] int32, rows of equal numbers
+    A: tl.constexpr,
+    B: tl.constexpr,
+    C: tl.constexpr,
+    LANE: tl.constexpr,  # dimension of size 4
+    TABLE: tl.constexpr,
+    COUNT: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """The numbers of TABLE. On NVIDIA as tiles that stay in registers: constants would not, because the compiler keeps
+    them in uniform registers, which the byte permute does not take, and copies them before each use."""
+    out = ()
+    if TARGET == "cuda":
+        lane = _count_along(LANE, A if LANE == 0 else 1, B if LANE == 1 else 1, C if LANE == 2 else 1)
+        for i in tl.static_range(COUNT):
+            out = out + (tl.load(words_ptr + (4 * i + lane)),)
+    else:
+        for i in tl.static_range(COUNT):
+            out = out + (tl.full((), TABLE[i], tl.int32),)
     return out
 
 
@@ -438,48 +610,50 @@ def _row_starts(
 
 
 @triton.jit
-def _load_tile(
-    cache_ptr,
-    words_ptr,
-    pages,
-    token,
-    last_group,
-    begin,
-    end,
-    head,
+def _load_keys(
+    cache_ptr, words_ptr, pages, token, last_group, begin, end, head,
     shift,  # bytes from words_ptr to the cache
-    k_group, k_row, k_lane, v_group, v_token, v_lane,
-    KA: tl.constexpr, KB: tl.constexpr, KC: tl.constexpr, VA: tl.constexpr, VB: tl.constexpr, VC: tl.constexpr,
+    k_group, k_row, k_lane,
+    KA: tl.constexpr, KB: tl.constexpr, KC: tl.constexpr,
     T: tl.constexpr,
     KEY: tl.constexpr,
-    VALUE: tl.constexpr,
     KEY_DATA: tl.constexpr,
-    VALUE_DATA: tl.constexpr,
     KEY_NORM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Everything of the keys of a tile that is read from the cache: words (, norm)."""
+    start = _row_starts(pages, token, last_group, KEY_DATA, head, k_group, k_row, BLOCK_SIZE, T // 16) + shift
+    out = _load_words(words_ptr, start, k_lane, KA, KB, KC, KEY)
+    if KEY[0] != 8:
+        norm = _load_meta(cache_ptr, pages, token, last_group, begin, end, KEY_NORM, head, BLOCK_SIZE, T)
+        out = out + (norm,)
+    return out
+
+
+@triton.jit
+def _load_values(
+    cache_ptr, words_ptr, pages, token, last_group, begin, end, head,
+    shift,
+    v_group, v_token, v_lane,
+    VA: tl.constexpr, VB: tl.constexpr, VC: tl.constexpr,
+    T: tl.constexpr,
+    VALUE: tl.constexpr,
+    VALUE_DATA: tl.constexpr,
     VALUE_SCALE: tl.constexpr,
     VALUE_ZERO: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     RUNS: tl.constexpr,
 ):  # fmt: skip
-    """Everything of a tile that is read from the cache: key words, RUNS times value words, scale, zero (, norm)."""
-    GROUPS: tl.constexpr = T // 16
-    k_start = (
-        _row_starts(pages, token, last_group, KEY_DATA, head, k_group, k_row, BLOCK_SIZE, GROUPS) + shift
+    """Everything of the values of a tile that is read from the cache: RUNS times words, scale, zero."""
+    start = (
+        _row_starts(pages, token, last_group, VALUE_DATA, head, v_group, v_token, BLOCK_SIZE, T // 16) + shift
     )
-    out = _load_words(words_ptr, k_start, k_lane, KA, KB, KC, KEY)
-    v_start = (
-        _row_starts(pages, token, last_group, VALUE_DATA, head, v_group, v_token, BLOCK_SIZE, GROUPS) + shift
-    )
+    out = ()
     for i in tl.static_range(RUNS):
-        out = out + _load_words(words_ptr, v_start + i * VALUE_DATA[1], v_lane, VA, VB, VC, VALUE)
+        out = out + _load_words(words_ptr, start + i * VALUE_DATA[1], v_lane, VA, VB, VC, VALUE)
     scale = _load_meta(cache_ptr, pages, token, last_group, begin, end, VALUE_SCALE, head, BLOCK_SIZE, T)
     zero = _load_meta(cache_ptr, pages, token, last_group, begin, end, VALUE_ZERO, head, BLOCK_SIZE, T)
-    out = out + (scale, zero)
-    if KEY[0] != 8:
-        out = out + (
-            _load_meta(cache_ptr, pages, token, last_group, begin, end, KEY_NORM, head, BLOCK_SIZE, T),
-        )
-    return out
+    return out + (scale, zero)
 
 
 _ARGUMENT_NAMES = (
@@ -503,13 +677,14 @@ _ARGUMENT_NAMES = (
     ),
 )  # fmt: skip
 def decode_kernel(
-    query_ptr,  # [N * Hq, KP] fp16, permuted and normalised (prepare.py)
+    query_ptr,  # [N * Hq, KP] fp16, or [N * Hq, 2, KP] int8, permuted and normalised (prepare.py)
     query_scale_ptr,  # [N * Hq] fp32
     cache_ptr,  # [nb, bs, Hk, slot_stride] uint8
     table_ptr,  # [B, M] int32
     seq_lens_ptr,  # [B] int32
     query_start_ptr,  # [B + 1] int32; not read unless MULTI
     sinks_ptr,  # [Hq] fp32; not read unless SINKS and DIRECT
+    tables_ptr,  # [TABLE_WORDS, 4] int32, the numbers of TABLE four times over; read on NVIDIA only
     out_ptr,  # DIRECT: [N, Hq, Dv]; else partial results [N * Hq, S, RP] fp32
     lse_ptr,  # DIRECT: [N, Hq] fp32 natural logarithm; else [N * Hq, S] fp32, base 2
     table_stride,
@@ -536,15 +711,18 @@ def decode_kernel(
     VALUE_ZERO: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     DV: tl.constexpr,
-    TABLE: tl.constexpr,  # centroids, see device._lookup8
+    TABLE: tl.constexpr,  # centroids, see device._lookup8, or tile.ByteTable
+    TABLE_WORDS: tl.constexpr,
     SQUARE_FACTOR: tl.constexpr,  # of the squares of these
     NORM_CORRECTION: tl.constexpr,
+    PLANES: tl.constexpr,  # centroids as that many int8 numbers, queries as two; 0: both as fp16
+    BYTE_OFFSET: tl.constexpr,  # what the planes of a centroid leave out
     KWIDTH: tl.constexpr,  # consecutive columns of an operand in a lane
     RUNS: tl.constexpr,  # neighbouring tokens of a value operand in a lane
     LANE_FIRST: tl.constexpr,  # lanes of a row are far apart (AMD), not neighbours (NVIDIA)
     ASCENDING: tl.constexpr,  # see below
     CACHE_ALIGN: tl.constexpr,  # bytes that cache_ptr is aligned to, 16 or 2
-    PREFETCH: tl.constexpr,  # load a tile while the one before it is computed
+    PREFETCH: tl.constexpr,  # read the next tile's codes once this tile's have been decoded
     MULTI: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -610,9 +788,30 @@ def decode_kernel(
     column_scale = tl.load(query_scale_ptr + row, live, 0.0) * scale_log2
     k_index = tl.arange(0, KSPAN)
     queries = ()
-    for u in tl.static_range(KUNITS):
-        at = query_ptr + row[None, :] * KP + (u * KSPAN + k_index)[:, None]
-        queries = queries + (tl.load(at, live[None, :], 0.0),)  # [KSPAN, N]
+    lower = ()
+    if PLANES > 0:
+        query_sum = tl.zeros((N,), tl.int32)
+        lower_sum = tl.zeros((N,), tl.int32)
+        for u in tl.static_range(KUNITS):
+            at = (
+                query_ptr.to(tl.pointer_type(tl.int8))
+                + row[None, :] * (2 * KP)
+                + (u * KSPAN + k_index)[:, None]
+            )
+            high8 = tl.load(at, live[None, :], 0)  # [KSPAN, N]
+            low8 = tl.load(at + KP, live[None, :], 0)
+            query_sum += tl.sum(high8.to(tl.int32) * 256 + low8.to(tl.int32), axis=0)
+            lower_sum += tl.sum(low8.to(tl.int32), axis=0)
+            queries = queries + (high8,)
+            lower = lower + (low8,)
+        left_out = query_sum.to(tl.float32) * BYTE_OFFSET
+        if PLANES == 2:  # lower * plane 1, as if that were its mean
+            left_out += lower_sum.to(tl.float32) * (63.5 / 128)
+        column_offset = left_out * column_scale
+    else:
+        for u in tl.static_range(KUNITS):
+            at = query_ptr + row[None, :] * KP + (u * KSPAN + k_index)[:, None]
+            queries = queries + (tl.load(at, live[None, :], 0.0),)  # [KSPAN, N]
 
     # Which token and which part of its row each lane reads. Lanes are dealt out over the dimensions of a tile in
     # the order in which this compiler fills them: the last one first, or with ASCENDING the first one first.
@@ -656,73 +855,94 @@ def decode_kernel(
         shift = (cache_ptr.to(tl.int64) & 3).to(tl.int32)
         words_ptr = (cache_ptr - shift).to(tl.pointer_type(tl.int32))
 
+    table = _table(tables_ptr, KA, KB, KC, KLANE, TABLE, TABLE_WORDS, TARGET)
+
     table_ptr += sequence.to(tl.int64) * table_stride
     some = tile_low < tile_high
     token = start + tile_low * T
     last_token = start + (tile_high - 1) * T  # of the last tile
     pages = _page_ids(table_ptr, token, last_group, some, BLOCK_SIZE, GROUPS)
-    loaded = ()
     if PREFETCH:
-        loaded = _load_tile(
-            cache_ptr, words_ptr, pages, token, last_group, begin, end, head, shift,
-            k_group, k_row, k_lane, v_group, v_token, v_lane, KA, KB, KC, VA, VB, VC,
-            T, KEY, VALUE, KEY_DATA, VALUE_DATA, KEY_NORM, VALUE_SCALE, VALUE_ZERO, BLOCK_SIZE, RUNS,
+        keys_read = _load_keys(
+            cache_ptr, words_ptr, pages, token, last_group, begin, end, head, shift, k_group, k_row, k_lane,
+            KA, KB, KC, T, KEY, KEY_DATA, KEY_NORM, BLOCK_SIZE,
         )  # fmt: skip
-        next_token = tl.minimum(token + T, last_token)
-        pages = _page_ids(table_ptr, next_token, last_group, some, BLOCK_SIZE, GROUPS)
+        values_read = _load_values(
+            cache_ptr, words_ptr, pages, token, last_group, begin, end, head, shift, v_group, v_token, v_lane,
+            VA, VB, VC, T, VALUE, VALUE_DATA, VALUE_SCALE, VALUE_ZERO, BLOCK_SIZE, RUNS,
+        )  # fmt: skip
+        pages = _page_ids(table_ptr, tl.minimum(token + T, last_token), last_group, some, BLOCK_SIZE, GROUPS)
     for _tile in range(tile_low, tile_high):
-        # With PREFETCH ``loaded`` is this tile and ``pages`` those of the next one, else ``pages`` are this tile's.
-        these = pages
+        # With PREFETCH ``pages`` are those of the next tile, whose keys are read as soon as this tile's have been
+        # decoded, and its values likewise: no tile is held twice. Else ``pages`` are this tile's.
+        next_token = tl.minimum(token + T, last_token)
         if PREFETCH:
-            tile = loaded
-            next_token = tl.minimum(token + T, last_token)
-            loaded = _load_tile(
-                cache_ptr, words_ptr, pages, next_token, last_group, begin, end, head, shift,
-                k_group, k_row, k_lane, v_group, v_token, v_lane, KA, KB, KC, VA, VB, VC,
-                T, KEY, VALUE, KEY_DATA, VALUE_DATA, KEY_NORM, VALUE_SCALE, VALUE_ZERO, BLOCK_SIZE, RUNS,
-            )  # fmt: skip
-            pages = _page_ids(
-                table_ptr, tl.minimum(token + 2 * T, last_token), last_group, some, BLOCK_SIZE, GROUPS
-            )
+            k_tile = keys_read
+            v_tile = values_read
         else:
-            tile = _load_tile(
-                cache_ptr, words_ptr, pages, token, last_group, begin, end, head, shift,
-                k_group, k_row, k_lane, v_group, v_token, v_lane, KA, KB, KC, VA, VB, VC,
-                T, KEY, VALUE, KEY_DATA, VALUE_DATA, KEY_NORM, VALUE_SCALE, VALUE_ZERO, BLOCK_SIZE, RUNS,
+            k_tile = _load_keys(
+                cache_ptr, words_ptr, pages, token, last_group, begin, end, head, shift, k_group, k_row, k_lane,
+                KA, KB, KC, T, KEY, KEY_DATA, KEY_NORM, BLOCK_SIZE,
             )  # fmt: skip
-            pages = _page_ids(table_ptr, token + T, last_group, some, BLOCK_SIZE, GROUPS)
-
+            v_tile = _load_values(
+                cache_ptr, words_ptr, pages, token, last_group, begin, end, head, shift, v_group, v_token, v_lane,
+                VA, VB, VC, T, VALUE, VALUE_DATA, VALUE_SCALE, VALUE_ZERO, BLOCK_SIZE, RUNS,
+            )  # fmt: skip
         if ODD_BLOCKS:
-            k_at = _row_starts(these, token, last_group, KEY_DATA, head, k_group, k_row, BLOCK_SIZE, GROUPS)
+            k_at = _row_starts(pages, token, last_group, KEY_DATA, head, k_group, k_row, BLOCK_SIZE, GROUPS)
             v_at = _row_starts(
-                these, token, last_group, VALUE_DATA, head, v_group, v_token, BLOCK_SIZE, GROUPS
+                pages, token, last_group, VALUE_DATA, head, v_group, v_token, BLOCK_SIZE, GROUPS
             )
         else:  # rows start at multiples of 4 but for these terms, so they say how far words must be shifted
             k_at = KEY_DATA[0] + head * KEY_DATA[2] + k_row * KEY_DATA[1]
             v_at = VALUE_DATA[0] + head * VALUE_DATA[2] + v_token * VALUE_DATA[1]
-        k_units = _units(_slice(tile, 0, KWORDS), k_at + shift, k_lane, KEY, TARGET)
-        v_tokens = ()
-        for i in tl.static_range(RUNS):
-            v_words = _slice(tile, KWORDS + i * VWORDS, VWORDS)
-            v_tokens = v_tokens + (_units(v_words, v_at + i * VALUE_DATA[1] + shift, v_lane, VALUE, TARGET),)
-        v_scale = tile[KWORDS + RUNS * VWORDS].to(tl.float32)
-        v_zero = tile[KWORDS + RUNS * VWORDS + 1].to(tl.float32)
+        k_units = _units(_slice(k_tile, 0, KWORDS), k_at + shift, k_lane, KEY, TARGET)
 
-        scores = tl.zeros((T, N), tl.float32)
-        squares = tl.zeros((T, 8), tl.float32)
-        for u in tl.static_range(KUNITS):
-            keys = _key_operand(k_units[u], T, KEY[0], TABLE, KWIDTH, SLOW, KROW, KLANE, TARGET)
-            scores = tl.dot(keys, queries[u], scores)
-            if NORM_CORRECTION:
-                ones = _real_columns(u, KEY[1], KEY[2], KEY[3], KEY[4], KEY[6] * 8 // KEY[0], KWIDTH)
-                squares = tl.dot(keys * keys, ones, squares)
-        scores = scores * column_scale[None, :]
+        if PLANES > 0:
+            sums = _byte_scores(
+                k_units,
+                queries,
+                lower,
+                T,
+                N,
+                KUNITS,
+                KEY[0],
+                PLANES,
+                table,
+                KWIDTH,
+                SLOW,
+                KROW,
+                KLANE,
+                TARGET,
+            )
+            scores = sums.to(tl.float32) * column_scale[None, :] + column_offset[None, :]
+        else:
+            scores = tl.zeros((T, N), tl.float32)
+            squares = tl.zeros((T, 8), tl.float32)
+            for u in tl.static_range(KUNITS):
+                keys = _key_operand(k_units[u], T, KEY[0], table, KWIDTH, SLOW, KROW, KLANE, TARGET)
+                scores = tl.dot(keys, queries[u], scores)
+                if NORM_CORRECTION:
+                    ones = _real_columns(u, KEY[1], KEY[2], KEY[3], KEY[4], KEY[6] * 8 // KEY[0], KWIDTH)
+                    squares = tl.dot(keys * keys, ones, squares)
+            scores = scores * column_scale[None, :]
         if KEY[0] != 8:
-            norm = tile[KWORDS + RUNS * VWORDS + 2].to(tl.float32)
+            norm = k_tile[KWORDS].to(tl.float32)
             if NORM_CORRECTION:
                 total = tl.max(squares, axis=1) * SQUARE_FACTOR
                 norm = norm * tl.rsqrt(total + _CENTROID_EPS)
             scores = scores * norm[:, None]
+        if PREFETCH:
+            keys_read = _load_keys(
+                cache_ptr, words_ptr, pages, next_token, last_group, begin, end, head, shift, k_group, k_row, k_lane,
+                KA, KB, KC, T, KEY, KEY_DATA, KEY_NORM, BLOCK_SIZE,
+            )  # fmt: skip
+        v_tokens = ()
+        for i in tl.static_range(RUNS):
+            v_words = _slice(v_tile, i * VWORDS, VWORDS)
+            v_tokens = v_tokens + (_units(v_words, v_at + i * VALUE_DATA[1] + shift, v_lane, VALUE, TARGET),)
+        v_scale = v_tile[RUNS * VWORDS].to(tl.float32)
+        v_zero = v_tile[RUNS * VWORDS + 1].to(tl.float32)
         if SOFT_CAP:  # cap * tanh(s / cap), then base 2
             grown = tl.exp2(scores * ((1.0 / soft_cap) * (2.0 * _LOG2E)))
             scores = (1.0 - 2.0 / (1.0 + grown)) * (soft_cap * _LOG2E)
@@ -750,9 +970,19 @@ def decode_kernel(
             words = ()
             for i in tl.static_range(RUNS):
                 words = words + (v_tokens[i][u],)
-            values = _value_operand(words, T, VALUE[0], RUNS, ROWS, SLOW, VRUN, VLANE)
+            values = _value_operand(words, T, VALUE[0], RUNS, ROWS, SLOW, VRUN, VLANE, TARGET)
             new_acc = new_acc + (tl.dot(values, p16, acc[u] * shrink[None, :]),)
         acc = new_acc
+        if PREFETCH:
+            values_read = _load_values(
+                cache_ptr, words_ptr, pages, next_token, last_group, begin, end, head, shift, v_group, v_token, v_lane,
+                VA, VB, VC, T, VALUE, VALUE_DATA, VALUE_SCALE, VALUE_ZERO, BLOCK_SIZE, RUNS,
+            )  # fmt: skip
+            pages = _page_ids(
+                table_ptr, tl.minimum(token + 2 * T, last_token), last_group, some, BLOCK_SIZE, GROUPS
+            )
+        else:
+            pages = _page_ids(table_ptr, token + T, last_group, some, BLOCK_SIZE, GROUPS)
         token += T
 
     total_weight = tl.sum(weight, axis=0)  # [N]

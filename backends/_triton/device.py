@@ -26,7 +26,11 @@ __all__ = [
     "funnel",
     "halves",
     "pair_order",
+    "quarters",
+    "spread3",
+    "table_bytes",
     "value_pairs",
+    "value_steps",
 ]
 
 FP8_SCALE = 256.0
@@ -48,6 +52,19 @@ def halves(
     low = pair.to(tl.int16).to(tl.float16, bitcast=True)
     high = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
     return low, high
+
+
+@triton.jit
+def quarters(
+    word,  # int32
+):
+    """The four int8 numbers of a word, low byte first. No instruction: registers are reinterpreted."""
+    return (
+        word.to(tl.int8),
+        (word >> 8).to(tl.int8),
+        (word >> 16).to(tl.int8),
+        (word >> 24).to(tl.int8),
+    )
 
 
 @triton.jit
@@ -139,14 +156,14 @@ def _interleave(
 @triton.jit
 def _lookup8(
     select,  # int32: eight nibbles, bit 3 of each clear
-    TABLE: tl.constexpr,  # fp16 bits of 8 entries: (high bytes 0-3, high bytes 4-7, low bytes 0-3, low bytes 4-7)
+    TABLE,  # fp16 bits of 8 entries: (high bytes 0-3, high bytes 4-7, low bytes 0-3, low bytes 4-7)
     TARGET: tl.constexpr,
 ):
     """Eight high bytes and eight low bytes -> (high a, low a, high b, low b), four numbers in a and four in b."""
-    h0 = tl.full(select.shape, TABLE[0], tl.int32)
-    h1 = tl.full(select.shape, TABLE[1], tl.int32)
-    l0 = tl.full(select.shape, TABLE[2], tl.int32)
-    l1 = tl.full(select.shape, TABLE[3], tl.int32)
+    h0 = tl.zeros(select.shape, tl.int32) + TABLE[0]
+    h1 = tl.zeros(select.shape, tl.int32) + TABLE[1]
+    l0 = tl.zeros(select.shape, tl.int32) + TABLE[2]
+    l1 = tl.zeros(select.shape, tl.int32) + TABLE[3]
     if TARGET == "hip":
         a = select & 0x07070707
         b = (select >> 4) & 0x07070707
@@ -164,10 +181,11 @@ def _lookup8(
 @triton.jit
 def centroid_pairs4(
     word,  # int32: eight 4-bit codes
-    TABLE: tl.constexpr,  # fp16 bits of the eight positive centroids, ascending, as in _lookup8
+    TABLE,  # fp16 bits of the eight positive centroids, ascending, as in _lookup8
     TARGET: tl.constexpr,
 ):
-    """Centroids of eight 4-bit codes, as four pairs. The codebook is antisymmetric: c(15 - i) = -c(i).
+    """Centroids of eight 4-bit codes, as four pairs. The codebook is antisymmetric: c(15 - i) = -c(i). TABLE[4] is
+    0x7F7F7F7F, for NVIDIA.
 
     About 19 instructions for eight codes: 4 for the magnitude's index, 4 look-ups, 4 interleaves, the signs.
     """
@@ -179,7 +197,7 @@ def centroid_pairs4(
         ha |= (negative << 4) & -0x7F7F7F80
         hb |= negative & -0x7F7F7F80
     elif TARGET == "cuda":  # a selector with bit 3 set replicates the sign of its byte: 0x7F gives 0x00
-        full = tl.full(word.shape, 0x7F7F7F7F, tl.int32)
+        full = tl.zeros(word.shape, tl.int32) + TABLE[4]
         ha |= (byte_permute(full, full, word, TARGET) << 1) & -0x7F7F7F80
         hb |= (byte_permute(full, full, word >> 16, TARGET) << 1) & -0x7F7F7F80
     else:
@@ -188,6 +206,50 @@ def centroid_pairs4(
     p0, p1 = _interleave(ha, la, TARGET)
     p2, p3 = _interleave(hb, lb, TARGET)
     return p0, p1, p2, p3
+
+
+@triton.jit
+def table_bytes(
+    select,  # int32: eight nibbles
+    low,  # int32: bytes 0 to 3 of the table, all below 128 unless nibbles are below 8
+    high,  # int32: bytes 4 to 7
+    TARGET: tl.constexpr,
+):
+    """Eight bytes of a table of eight, as two words; 0 for nibbles above 7. Three instructions on NVIDIA.
+
+    NVIDIA's instruction fills a byte with the sign of the one selected where bit 3 of a selector is set: with 0, since
+    bytes below 128 have none. Elsewhere the portable code runs: no other target takes this route.
+    """
+    low += tl.zeros(select.shape, tl.int32)
+    high += tl.zeros(select.shape, tl.int32)
+    if TARGET == "cuda":
+        first = byte_permute(low, high, select, "cuda")
+        second = byte_permute(low, high, select >> 16, "cuda")
+    else:
+        first = byte_permute(low, high, select, "portable") & ~_spread_signs_full(select)
+        second = byte_permute(low, high, select >> 16, "portable") & ~_spread_signs_full(select >> 16)
+    return first, second
+
+
+@triton.jit
+def _spread_signs_full(
+    select,  # int32: four nibbles in bits 0 to 15
+):
+    """Four bytes: 0xFF for nibbles above 7, 0 for the others."""
+    sign = _spread_signs(select)
+    return (sign - ((sign.to(tl.uint32, bitcast=True) >> 7).to(tl.int32, bitcast=True))) | sign
+
+
+@triton.jit
+def spread3(
+    group,  # int32: eight 3-bit codes in bits 0 to 23; the others are ignored
+):
+    """The codes as eight nibbles: the upper half of what is left moves up, three times. A sum does the work of a
+    shift and an OR, and of two AND."""
+    x = group & 0xFFFFFF
+    x += (x & 0xFFF000) * 15
+    x += (x & 0x0FC00FC0) * 3
+    return x + (x & 0x38383838)
 
 
 @triton.jit
@@ -206,14 +268,11 @@ def _spread_signs(
 @triton.jit
 def centroid_pairs3(
     group,  # int32: eight 3-bit codes in bits 0 to 23; the others are ignored
-    TABLE: tl.constexpr,  # fp16 bits of the eight centroids, ascending, as in _lookup8
+    TABLE,  # fp16 bits of the eight centroids, ascending, as in _lookup8
     TARGET: tl.constexpr,
 ):
     """Centroids of eight 3-bit codes, as four pairs: codes spread to nibbles, then one table of eight entries."""
-    x = (group & 0xFFF) | ((group << 4) & 0x0FFF0000)
-    x = (x & 0x003F003F) | ((x << 2) & 0x3F003F00)
-    x = (x & 0x07070707) | ((x << 1) & 0x70707070)
-    ha, la, hb, lb = _lookup8(x, TABLE, TARGET)
+    ha, la, hb, lb = _lookup8(spread3(group), TABLE, TARGET)
     p0, p1 = _interleave(ha, la, TARGET)
     p2, p3 = _interleave(hb, lb, TARGET)
     return p0, p1, p2, p3
@@ -245,37 +304,90 @@ def value_pairs(
     first,  # int32: eight codes of one token (BITS = 4: 32 bits, 3: 24 bits)
     second,  # int32: the same dims of another token
     BITS: tl.constexpr,
+    TARGET: tl.constexpr,
 ):
-    """Eight pairs (1024 + code of first, 1024 + code of second), one for each dim.
+    """Eight pairs of fp16 numbers 1024 + code * step: ``first`` in the low half, ``second`` in the high one.
 
-    1024 + n is the fp16 number whose bits are 0x6400 | n; the caller subtracts 1024.
-    Two instructions per pair, and two or three for eight pairs.
+    1024 + n is the fp16 number whose bits are 0x6400 | n, so a code needs no shift where it lies inside the ten bits
+    of the mantissa; its number is then ``step`` times as large. The steps are those of value_steps. A fused multiply-
+    add in the caller undoes both. One instruction per pair, and four for eight pairs.
     """
-    low = (first & 0xFFFF) | (second << 16)
     if BITS == 4:
-        high = ((first >> 16) & 0xFFFF) | (second & -0x10000)
-        MASK: tl.constexpr = 0x000F000F
+        low = halfwords(first, second, 0, TARGET)
+        high = halfwords(first, second, 2, TARGET)
+        low8 = low >> 8
+        high8 = high >> 8
         return (
-            (low & MASK) | 0x64006400,
-            ((low >> 4) & MASK) | 0x64006400,
-            ((low >> 8) & MASK) | 0x64006400,
-            ((low >> 12) & MASK) | 0x64006400,
-            (high & MASK) | 0x64006400,
-            ((high >> 4) & MASK) | 0x64006400,
-            ((high >> 8) & MASK) | 0x64006400,
-            ((high >> 12) & MASK) | 0x64006400,
+            _magic(low, 0x000F000F, TARGET),
+            _magic(low, 0x00F000F0, TARGET),
+            _magic(low8, 0x000F000F, TARGET),
+            _magic(low8, 0x00F000F0, TARGET),
+            _magic(high, 0x000F000F, TARGET),
+            _magic(high, 0x00F000F0, TARGET),
+            _magic(high8, 0x000F000F, TARGET),
+            _magic(high8, 0x00F000F0, TARGET),
         )
     else:
         tl.static_assert(BITS == 3)
-        high = ((first >> 8) & 0xFFFF) | ((second >> 8) << 16)
-        MASK3: tl.constexpr = 0x00070007
+        low = halfwords(first, second, 0, TARGET)
+        high = halfwords(first, second, 1, TARGET)
+        low9 = low >> 9
+        high10 = high >> 10
         return (
-            (low & MASK3) | 0x64006400,
-            ((low >> 3) & MASK3) | 0x64006400,
-            ((low >> 6) & MASK3) | 0x64006400,
-            ((low >> 9) & MASK3) | 0x64006400,
-            ((low >> 12) & MASK3) | 0x64006400,
-            ((high >> 7) & MASK3) | 0x64006400,
-            ((high >> 10) & MASK3) | 0x64006400,
-            ((high >> 13) & MASK3) | 0x64006400,
+            _magic(low, 0x00070007, TARGET),
+            _magic(low, 0x00380038, TARGET),
+            _magic(low, 0x01C001C0, TARGET),
+            _magic(low9, 0x00070007, TARGET),
+            _magic(low9, 0x00380038, TARGET),
+            _magic(high, 0x03800380, TARGET),
+            _magic(high10, 0x00070007, TARGET),
+            _magic(high10, 0x00380038, TARGET),
         )
+
+
+@triton.jit
+def _magic(
+    word,  # int32
+    MASK: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """(word & MASK) | 0x64006400. One instruction, which NVIDIA's compiler makes two of if it is not told."""
+    if TARGET == "cuda":
+        mask = tl.full(word.shape, MASK, tl.int32)
+        base = tl.full(word.shape, 0x64006400, tl.int32)
+        out = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xEA;",
+            "=r,r,r,r",
+            [word, mask, base],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        out = (word & MASK) | 0x64006400
+    return out
+
+
+@triton.constexpr_function
+def value_steps(bits):
+    """By how much the numbers of value_pairs grow from one code to the next, for each of the eight pairs."""
+    return (1, 16, 1, 16, 1, 16, 1, 16) if bits == 4 else (1, 8, 64, 1, 8, 128, 1, 8)
+
+
+@triton.jit
+def halfwords(
+    first,  # int32
+    second,  # int32
+    BYTE: tl.constexpr,  # 0, 1 or 2
+    TARGET: tl.constexpr,
+):
+    """Bytes BYTE and BYTE + 1 of ``first`` in the low half, of ``second`` in the high half."""
+    if TARGET == "cuda":
+        select = tl.full(first.shape, 0x5410 + 0x1111 * BYTE, tl.int32)
+        out = byte_permute(first, second, select, TARGET)
+    elif TARGET == "hip":
+        select = tl.full(first.shape, 0x05040100 + 0x01010101 * BYTE, tl.int32)
+        out = byte_permute(first, second, select, TARGET)
+    else:
+        out = ((first >> (8 * BYTE)) & 0xFFFF) | ((second >> (8 * BYTE)) << 16)
+    return out

@@ -23,7 +23,16 @@ from .dequantize import Dequantize
 from .prepare import prepare_kernel
 from .reduce import reduce_kernel
 from .store import Store
-from .tile import GROUP, KeyTile, ValueTile, alignment, centroid_table, corrects_norm, query_matrix
+from .tile import (
+    GROUP,
+    KeyTile,
+    ValueTile,
+    alignment,
+    byte_table,
+    centroid_table,
+    corrects_norm,
+    query_matrix,
+)
 from .workspace import Workspace, default_workspace
 
 __all__ = ["AosOps", "DecodePlan", "SoaOps", "TritonOps", "tuned"]
@@ -41,7 +50,8 @@ ARGUMENTS: Mapping[str, Any] = {
     "query_ptr": torch.float16, "query_scale_ptr": torch.float32, "matrix_ptr": torch.float16,
     "prepared_ptr": torch.float16,
     "scale_ptr": torch.float32, "cache_ptr": torch.uint8, "table_ptr": torch.int32, "seq_lens_ptr": torch.int32,
-    "query_start_ptr": torch.int32, "sinks_ptr": torch.float32, "lse_ptr": torch.float32, "out_ptr": torch.float32,
+    "query_start_ptr": torch.int32, "sinks_ptr": torch.float32, "tables_ptr": torch.int32,
+    "lse_ptr": torch.float32, "out_ptr": torch.float32,
     "part_ptr": torch.float32, "part_lse_ptr": torch.float32,
     "rows": 1, "batch": 1, "token_stride": 1, "head_stride": 1, "table_stride": 1, "out_token_stride": 1,
     "out_head_stride": 1, "lse_token_stride": 1, "lse_head_stride": 1, "window": 1, "splits": 1, "min_tiles": 1,
@@ -50,8 +60,9 @@ ARGUMENTS: Mapping[str, Any] = {
 """Stand-ins for the arguments of the kernels, for compiling them ahead of time."""
 
 _ROWS_PER_PREPARE = 16
-_MAX_SPLITS = 64
-_REDUCE_CHUNK = 8
+MAX_SPLITS = 256
+"""Of a sequence."""
+_FEW_SPLITS = 64  # up to here a warp joins the splits of a row, beyond it four
 
 
 def target_kind(vendor: str) -> str:
@@ -66,16 +77,46 @@ def tuned(arch: str, vendor: str, backend: str, **facts: Any) -> dict[str, Any]:
     return choices(load_tuned(arch, vendor, backend)["decode"], **facts)
 
 
+class Kernel:
+    """A kernel with its grid and constants. The first call goes through Triton's just-in-time path, which looks at
+    every argument to find or compile a specialisation (some 60 us); later ones launch what it found. That is right
+    because nothing that a specialisation depends on may change from call to call: integers are never specialised,
+    and dtypes and the alignment of pointers are part of the key under which the owner keeps a Kernel.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, int, int], constants: Mapping[str, Any]) -> None:
+        self.grid = grid
+        self._kernel = kernel
+        self._constants = constants
+        self._tail = tuple(constants[name] for name in kernel.arg_names if name in constants)
+        assert kernel.arg_names[len(kernel.arg_names) - len(self._tail) :] == [
+            name for name in kernel.arg_names if name in constants
+        ], "constants follow the arguments"
+        self._launch: Any = None
+
+    def __call__(self, *args: Any) -> None:
+        if self._launch is not None:
+            self._launch(*args, *self._tail)
+            return
+        compiled = self._kernel[self.grid](*args, **self._constants)
+        if compiled is not None:  # None: interpreted
+            self._launch = compiled[self.grid]
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """One shape of call: what to launch and where its scratch memory is."""
 
-    prepare_grid: tuple[int, int, int]
-    decode_grid: tuple[int, int, int]
+    prepare: Kernel
+    decode: Kernel
+    reduce: Kernel | None
+    rows: int
+    batch: int
     splits: int
-    prepare: Mapping[str, Any]
-    decode: Mapping[str, Any]
-    reduce: Mapping[str, Any] | None
+    min_tiles: int
+    matrix: torch.Tensor
+    tables: torch.Tensor
+    plan: DecodePlan
 
 
 class DecodePlan:
@@ -111,11 +152,20 @@ class DecodePlan:
             base["value_lanes"],
             alignment(layout, "value_data", cache_alignment),
         )
-        self.matrix, factor = query_matrix(layout, self.key, self.kind, base["key_width"])
-        planes, square_factor = (0, 0, 0, 0), 1.0
-        if not preset.fp8_keys:
-            table = centroid_table(layout.head_size, preset.key_bits)
-            planes, square_factor = table.planes, table.square_factor
+        self.planes = 0
+        if base["int8_keys"] and not preset.fp8_keys and not corrects_norm(layout):
+            # one plane is better than a bf16 codebook, but not than an fp16 one
+            self.planes = 1 if preset.key_bits == 3 and layer.dtype == "bf16" else 2
+        width = base["key_width"] * (2 if self.planes else 1)
+        self.matrix, factor = query_matrix(layout, self.key, self.kind, width, self.planes)
+        table: tuple[int, ...] = (0,)
+        square_factor, offset = 1.0, 0.0
+        if self.planes:
+            bytes_ = byte_table(layout.head_size, preset.key_bits, self.planes)
+            table, offset = bytes_.words, bytes_.offset
+        elif not preset.fp8_keys:
+            pairs = centroid_table(layout.head_size, preset.key_bits)
+            table, square_factor = (*pairs.planes, 0x7F7F7F7F), pairs.square_factor
         self.factor = factor if layer.soft_cap is not None else factor * LOG2E
         group = layer.gqa_ratio
         self.constants: dict[str, Any] = {
@@ -131,10 +181,13 @@ class DecodePlan:
             "VALUE_ZERO": self._field("value_zero", 2),
             "BLOCK_SIZE": layout.block_size,
             "DV": layout.value_head_size,
-            "TABLE": planes,
+            "TABLE": table,
+            "TABLE_WORDS": len(table),
             "SQUARE_FACTOR": square_factor,
             "NORM_CORRECTION": corrects_norm(layout),
-            "KWIDTH": base["key_width"],
+            "PLANES": self.planes,
+            "BYTE_OFFSET": offset,
+            "KWIDTH": width,
             "RUNS": base["token_runs"],
             "LANE_FIRST": base["lane_first"],
             "ASCENDING": ASCENDING,
@@ -188,8 +241,9 @@ class DecodePlan:
             "KP": self.key.columns,
             "KP2": triton.next_power_of_2(self.key.columns),
             "R": _ROWS_PER_PREPARE,
-            # 192 dims on AMD: the masks of padding run out of scalar registers where many dims are taken at once
-            "CHUNK": min(32 if self.kind == "hip" and d == 192 else 64, triton.next_power_of_2(d)),
+            # padded sizes carry masks, in scalar registers that run out: fewer dims at once
+            "CHUNK": min(64, d) if d & (d - 1) == 0 else 32,
+            "INT8": self.planes > 0,
             "num_warps": 4,
             "num_stages": 1,
             "enable_fp_fusion": True,
@@ -216,20 +270,20 @@ class DecodePlan:
             ),
         }
 
-    def reduce_constants(self, multi: bool, write_lse: bool) -> dict[str, Any]:
-        """Constexprs and options of the reduce kernel."""
+    def reduce_constants(self, multi: bool, write_lse: bool, many: bool) -> dict[str, Any]:
+        """Constexprs and options of the reduce kernel. many: for up to MAX_SPLITS splits, not _FEW_SPLITS."""
         return {
             "HQ": self.layer.num_heads,
             "DV": self.layout.value_head_size,
             "VALUE": self.constants["VALUE"],
             "RP": self.value.rows,
             "RP2": triton.next_power_of_2(self.value.rows),
-            "CHUNK": _REDUCE_CHUNK,
-            "MAX_SPLITS": _MAX_SPLITS,
+            "CHUNK": 32 if many else 8,
+            "MAX_SPLITS": MAX_SPLITS if many else _FEW_SPLITS,
             "MULTI": multi,
             "SINKS": self.layer.sinks,
             "WRITE_LSE": write_lse,
-            "num_warps": 1,
+            "num_warps": 4 if many else 1,
             "num_stages": 1,
             "enable_fp_fusion": True,
         }
@@ -247,7 +301,7 @@ class DecodePlan:
             choice["programs_per_cu"] * compute_units // programs
         )  # whole waves: never a few programs more
         longest = -(-visible // max(choice["min_tokens"], choice["tokens"]))
-        return max(1, min(wanted, longest, _MAX_SPLITS))
+        return max(1, min(wanted, longest, MAX_SPLITS))
 
 
 class TritonOps:
@@ -265,8 +319,8 @@ class TritonOps:
         splits: int | None = None,
         tuning: Mapping[str, Any] | None = None,
     ) -> None:
-        if splits is not None and not 1 <= splits <= _MAX_SPLITS:
-            raise SpecError("splits", splits, f"1 to {_MAX_SPLITS}")
+        if splits is not None and not 1 <= splits <= MAX_SPLITS:
+            raise SpecError("splits", splits, f"1 to {MAX_SPLITS}")
         self.layer = decision.layer
         self.layout = layout
         self.decision = decision
@@ -276,6 +330,7 @@ class TritonOps:
         self._plans = {True: self.plan}
         self._launches: dict[tuple[Any, ...], Launch] = {}
         self._matrix: dict[tuple[torch.device, bool], torch.Tensor] = {}
+        self._tables: dict[tuple[torch.device, bool], torch.Tensor] = {}
         self._window = self.layer.window or 0
         self._soft_cap = self.layer.soft_cap or 0.0
         self._store = Store(layout, decision.target.vendor)
@@ -329,43 +384,36 @@ class TritonOps:
         aligned = not cache.data_ptr() & 15
         key = (
             query.shape[0], block_table.shape, max_query_len, query_start_loc is None, lse is None,
-            aligned, query.device,
+            aligned, query.device, query.dtype, out.dtype,
         )  # fmt: skip
         launch = self._launches.get(key)
         if launch is None:
-            launch = self._launches[key] = self._make_launch(*key)
-        if not launch.decode_grid[2]:
+            launch = self._launches[key] = self._make_launch(*key[:7])
+        if not launch.batch:
             return
-        plan = self._plans[aligned]
-        rows = launch.prepare["rows"]
+        plan, rows, splits = launch.plan, launch.rows, launch.splits
+        direct = launch.reduce is None
         queries, query_scales, part, part_lse = (workspace or default_workspace(query.device)).take(
-            rows, plan.key.columns, launch.splits if launch.reduce is not None else 0, plan.value.rows
+            rows, plan.key.columns, 0 if direct else splits, plan.value.rows
         )
-        matrix = self._matrix[query.device, aligned]
         starts = seq_lens if query_start_loc is None else query_start_loc
         some_sinks = query_scales if sinks is None else sinks
         some_lse = query_scales if lse is None else lse
-        lse_strides = (0, 0) if lse is None else lse.stride()
-        out_strides = out.stride()
-        query_strides = query.stride()
-        prepare_kernel[launch.prepare_grid](
-            query, matrix, queries, query_scales, rows, query_strides[0], query_strides[1],
-            **launch.prepare["constants"],
-        )  # fmt: skip
-        direct = launch.reduce is None
-        decode_kernel[launch.decode_grid](
-            queries, query_scales, cache, block_table, seq_lens, starts, some_sinks,
+        lse_token, lse_head = (0, 0) if lse is None else lse.stride()
+        out_token, out_head, _ = out.stride()
+        query_token, query_head, _ = query.stride()
+        launch.prepare(query, launch.matrix, queries, query_scales, rows, query_token, query_head)
+        launch.decode(
+            queries, query_scales, cache, block_table, seq_lens, starts, some_sinks, launch.tables,
             out if direct else part,
             some_lse if direct else part_lse,
-            block_table.stride(0), out_strides[0], out_strides[1], lse_strides[0], lse_strides[1],
-            scale * plan.factor, self._soft_cap, self._window, launch.splits, launch.decode["min_tiles"],
-            **launch.decode["constants"],
+            block_table.stride(0), out_token, out_head, lse_token, lse_head,
+            scale * plan.factor, self._soft_cap, self._window, splits, launch.min_tiles,
         )  # fmt: skip
         if launch.reduce is not None:
-            reduce_kernel[(rows, 1, 1)](
-                part, part_lse, starts, some_sinks, out, some_lse, launch.splits, launch.decode_grid[2],
-                out_strides[0], out_strides[1], lse_strides[0], lse_strides[1],
-                **launch.reduce,
+            launch.reduce(
+                part, part_lse, starts, some_sinks, out, some_lse, splits, launch.batch,
+                out_token, out_head, lse_token, lse_head,
             )  # fmt: skip
 
     def warmup(
@@ -396,6 +444,7 @@ class TritonOps:
         units = _compute_units(device)
         lengths = sorted({1, max_query_len, *(1 << i for i in range((max_query_len - 1).bit_length()))})
         modes: set[tuple[int, bool, bool]] = set()
+        sizes: set[bool] = set()
         nbytes = 0
         for batch in range(1, max_batch + 1):
             for length in lengths:
@@ -403,6 +452,7 @@ class TritonOps:
                 columns = plan.columns(length)
                 rows = batch * length * self.layer.num_heads
                 nbytes = max(nbytes, space.needed(rows, plan.key.columns, splits, plan.value.rows))
+                sizes |= {s > _FEW_SPLITS for s in (2, splits)}
                 modes |= {(columns, multi, s == 1) for multi in {length > 1, True} for s in {1, splits}}
                 if length == 1:
                     modes |= {(columns, False, s == 1) for s in {1, splits}}
@@ -417,9 +467,9 @@ class TritonOps:
                 else:
                     constants = plan.decode_constants(columns, multi, False, False)
                     compiled.append(self._compile(decode_kernel, constants, {}))
-                    compiled.append(
-                        self._compile(reduce_kernel, plan.reduce_constants(multi, write), {"out_ptr": dtype})
-                    )
+                    for many in sorted(sizes):
+                        constants = plan.reduce_constants(multi, write, many)
+                        compiled.append(self._compile(reduce_kernel, constants, {"out_ptr": dtype}))
         return len({id(kernel) for kernel in compiled})
 
     @staticmethod
@@ -437,8 +487,11 @@ class TritonOps:
 
     def _load_matrix(self, device: torch.device, aligned: bool) -> None:
         if (device, aligned) not in self._matrix:
-            matrix = torch.from_numpy(self._plans[aligned].matrix)
+            plan = self._plans[aligned]
+            matrix = torch.from_numpy(plan.matrix)
             self._matrix[device, aligned] = matrix.to(device=device, dtype=torch.float16)
+            words = torch.tensor(plan.constants["TABLE"], dtype=torch.int32)
+            self._tables[device, aligned] = words.repeat_interleave(4).to(device)
 
     def _make_launch(
         self,
@@ -466,20 +519,30 @@ class TritonOps:
         )
         direct = splits == 1
         choice = plan.tuned(columns)
+        rows = tokens * self.layer.num_heads
+        heads = self.layer.num_kv_heads * plan.column_tiles(max_query_len)
+        reduce = None
+        if not direct:
+            reduce = Kernel(
+                reduce_kernel,
+                (rows, 1, 1),
+                plan.reduce_constants(not single, not no_lse, splits > _FEW_SPLITS),
+            )
         return Launch(
-            prepare_grid=(-(-tokens * self.layer.num_heads // _ROWS_PER_PREPARE), 1, 1),
-            decode_grid=(
-                self.layer.num_kv_heads * plan.column_tiles(max_query_len),
-                splits,
-                batch if tokens else 0,
+            prepare=Kernel(prepare_kernel, (-(-rows // _ROWS_PER_PREPARE), 1, 1), plan.prepare_constants()),
+            decode=Kernel(
+                decode_kernel,
+                (heads, splits, batch),
+                plan.decode_constants(columns, not single, direct, not no_lse),
             ),
+            reduce=reduce,
+            rows=rows,
+            batch=batch if tokens else 0,
             splits=splits,
-            prepare={"rows": tokens * self.layer.num_heads, "constants": plan.prepare_constants()},
-            decode={
-                "min_tiles": -(-choice["min_tokens"] // choice["tokens"]) if not self.fixed_splits else 1,
-                "constants": plan.decode_constants(columns, not single, direct, not no_lse),
-            },
-            reduce=None if direct else plan.reduce_constants(not single, not no_lse),
+            min_tiles=1 if self.fixed_splits else -(-choice["min_tokens"] // choice["tokens"]),
+            matrix=self._matrix[device, aligned],
+            tables=self._tables[device, aligned],
+            plan=plan,
         )
 
 

@@ -4,7 +4,8 @@ Tile: R query rows (a row is one head of one token). A program owns them from lo
 A [KP, D] of -1, 0 and 1 (tile.query_matrix) holds the rotation, without its 1/sqrt(D), and the order of the dims. The
 products are exact and the sums fp32. Each row is then divided by a power of two so that its largest number lies in
 [2^11, 2^12), and the power is written beside it: fp16 keeps 11 bits of every coordinate that matters, whatever the
-size of the query, and the decode kernel multiplies scores by the power.
+size of the query, and the decode kernel multiplies scores by the power. With INT8 the largest number lies in
+[2^13, 2^14), and each is rounded to an integer and written as two int8 numbers.
 
 Instructions: rows * KP * D multiply-adds on the matrix unit; A is read once per program, from the second-level cache.
 """
@@ -16,7 +17,6 @@ import triton.language as tl
 
 __all__ = ["prepare_kernel"]
 
-_TOP = tl.constexpr(11)  # log2 of where the largest number of a row begins
 _LEAST_EXPONENT = tl.constexpr(27)  # biased: rows below 2^-100 are scaled as if they were 2^-100
 
 
@@ -38,6 +38,7 @@ def prepare_kernel(
     KP2: tl.constexpr,  # KP rounded up to a power of two
     R: tl.constexpr,
     CHUNK: tl.constexpr,
+    INT8: tl.constexpr,  # [N * Hq, 2, KP] int8 in place of fp16: 256 * upper + lower
 ):
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     inside = row < rows
@@ -55,9 +56,18 @@ def prepare_kernel(
         y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1
     )  # positive floats compare like their bits
     biased = tl.maximum(largest >> 23, _LEAST_EXPONENT)
-    down = ((-biased + (254 + _TOP)) << 23).to(tl.float32, bitcast=True)  # 2^(11 - e)
-    up = ((biased - _TOP) << 23).to(tl.float32, bitcast=True)  # its inverse
+    TOP: tl.constexpr = 13 if INT8 else 11  # log2 of where the largest number of a row begins
+    down = ((-biased + (254 + TOP)) << 23).to(tl.float32, bitcast=True)  # 2^(TOP - e)
+    up = ((biased - TOP) << 23).to(tl.float32, bitcast=True)  # its inverse
     y = y * down[:, None]
-    at = prepared_ptr + row[:, None] * KP + column[None, :]
-    tl.store(at, y.to(tl.float16), inside[:, None] & (column < KP)[None, :])
+    keep = inside[:, None] & (column < KP)[None, :]
+    if INT8:
+        up = tl.where(biased == 255, float("nan"), up)  # int8 has no number that says so
+        whole = tl.where(y < 0.0, y - 0.5, y + 0.5).to(tl.int32)
+        upper = (whole + 128) >> 8
+        at = prepared_ptr.to(tl.pointer_type(tl.int8)) + row[:, None] * (2 * KP) + column[None, :]
+        tl.store(at, upper.to(tl.int8), keep)
+        tl.store(at + KP, (whole - upper * 256).to(tl.int8), keep)
+    else:
+        tl.store(prepared_ptr + row[:, None] * KP + column[None, :], y.to(tl.float16), keep)
     tl.store(scale_ptr + row, up, inside)

@@ -80,7 +80,7 @@ def simulated_launches(
             compiled, where, values, check=check, undefined=never, budget=budget, hsaco=hsaco
         )
         log.append(Launch(self.__name__, where, compiled, result))
-        return compiled
+        return None  # as in the interpreter: there is nothing that a driver could launch
 
     jit.JITFunction.run = run
     try:

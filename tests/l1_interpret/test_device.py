@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.device_twins import HEAD_SIZE, run, words
-from turboquant_rocm.backends._triton.tile import centroid_table
+from tests.device_twins import HEAD_SIZE, run, run_bytes, words
+from turboquant_rocm.backends._triton.tile import byte_table, centroid_table
 from turboquant_rocm.codebook import centroids
 
 
@@ -22,6 +22,36 @@ def test_centroids(bits, device):
     exact = centroids(HEAD_SIZE, bits).astype(np.float64)
     error = np.abs(values.astype(np.float64) * table.factor / exact - 1)
     assert error.max() < 2.0**-11  # of the rounding that remains
+
+
+@pytest.mark.parametrize(("bits", "planes", "limit"), [(3, 1, 1e-3), (3, 2, 2e-5), (4, 2, 1e-4)])
+def test_byte_planes(bits, planes, limit, device):
+    """Planes of int8 numbers add up to the centroid of each code, and the codebook they make is antisymmetric."""
+    found, _ = run_bytes(bits, planes, "portable", device)
+    codes = (words(device).long()[:, None] >> (bits * torch.arange(8))) & (2**bits - 1)
+    table = byte_table(HEAD_SIZE, bits, planes)
+    got = found[:, 0].double() + table.offset
+    if planes == 2:
+        got += found[:, 1].double() / 128
+    assert torch.equal(got, torch.from_numpy(table.values)[codes])
+    assert np.array_equal(table.values, -table.values[::-1])
+    exact = centroids(HEAD_SIZE, bits).astype(np.float64)
+    assert np.abs(table.values * table.factor - exact).max() < limit * np.abs(exact).max()
+
+
+@pytest.mark.parametrize(("bits", "planes"), [(4, 1), (3, 3), (4, 0)])
+def test_byte_planes_refused(bits, planes):
+    with pytest.raises(ValueError, match="planes"):
+        byte_table(HEAD_SIZE, bits, planes)
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_value_pairs(bits, device):
+    _, values = run_bytes(bits, 2, "portable", device)
+    shifts = bits * torch.arange(8)
+    for i, word in enumerate((words(device).long(), words(device).long() ^ 0x5A5A5A5A)):
+        codes = (word[:, None] >> shifts) & (2**bits - 1)
+        assert torch.equal(values[:, :, i].long(), codes)
 
 
 def test_fp8(device):

@@ -236,3 +236,15 @@ def test_device_functions(bits, target):
 
     kind = {"nvidia": "cuda", "amd": "hip"}[target.vendor]
     assert torch.equal(run(bits, kind, "cuda"), run(bits, "portable", "cuda"))
+
+
+@pytest.mark.parametrize(("bits", "planes"), [(3, 1), (3, 2), (4, 2)])
+def test_byte_functions(bits, planes, target):
+    """The same for planes of int8 centroids, and for value codes as numbers."""
+    from tests.device_twins import run_bytes
+
+    kind = {"nvidia": "cuda", "amd": "hip"}[target.vendor]
+    for got, want in zip(
+        run_bytes(bits, planes, kind, "cuda"), run_bytes(bits, planes, "portable", "cuda"), strict=True
+    ):
+        assert torch.equal(got, want)
