@@ -21,6 +21,7 @@ from turboquant_rocm.spec import Target
 from turboquant_rocm.target import get_target
 
 PRESETS = ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc")
+ROTATED = tuple(f"{name}+rotated_values" for name in PRESETS)
 LAYOUTS = ("soa", "aos")
 HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
 ROUNDING = {"bf16": 2.0**-9, "fp16": 2.0**-11}
@@ -81,9 +82,10 @@ def bound_layers(
         config.head_size, config.heads, config.group, config.dtype,
         window=case.window if config.window else None, sinks=config.sinks, soft_cap=config.soft_cap,
     )  # fmt: skip
-    backend = f"triton_{config.layout}"
+    preset = get_preset(config.preset)
+    backend = "triton_rotated" if preset.rotated_values else f"triton_{config.layout}"
     where = target if target is not None and not config.arch else get_target(config.arch or "sm_90")
-    decision = Decision(layer, where, get_preset(config.preset), config.block_size, backend, config.layout)
+    decision = Decision(layer, where, preset, config.block_size, backend, config.layout)
     stride = None
     if config.padding:
         stride = bind(decision, checks="off").layout.slot_bytes + config.padding

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from tests.cases import TORCH_DTYPES
+from tests.cases import TORCH_DTYPES, rel_l2
 from turboquant_rocm.integrations import transformers as tq
 from turboquant_rocm.presets import load_yaml
 
@@ -87,6 +89,41 @@ def small_model(dtype: str, device: Any = "cpu", layers: int | None = None) -> A
     return model.to(device=device, dtype=TORCH_DTYPES[dtype]).eval()
 
 
+def prompt_of(model: Any, count: int) -> torch.Tensor:
+    """[1, count] random tokens from a fixed seed, on the model's device."""
+    g = torch.Generator().manual_seed(1)
+    return torch.randint(5, model.config.vocab_size, (1, count), generator=g).to(model.device)
+
+
+@contextmanager
+def beside_native() -> Iterator[dict[int, float]]:
+    """Runs every attention over packed tokens a second time, in transformers, over the same tokens dequantised.
+
+    Yields the largest relative errors by the number of queries, as they come in.
+    """
+    worst: dict[int, float] = {}
+
+    def both(module: Any, query: Any, key: Any, value: Any, mask: Any, **more: Any) -> Any:
+        want = None
+        if isinstance(key, tq.PackedChunk):
+            assert key.is_causal(mask)
+            rest = {k: v for k, v in more.items() if k not in ("dropout", "scaling")}
+            want, _ = tq.native_attention(
+                module, query, *key.dense(), mask, more["dropout"], more["scaling"], **rest
+            )
+        found = tq.packed_attention(module, query, key, value, mask, **more)
+        if want is not None:
+            count = query.shape[2]
+            worst[count] = max(worst.get(count, 0.0), rel_l2(found[0], want))
+        return found
+
+    transformers.AttentionInterface.register(tq.ATTENTION, both)
+    try:
+        yield worst
+    finally:
+        transformers.AttentionInterface.register(tq.ATTENTION, tq.packed_attention)
+
+
 @torch.no_grad()
 def forced(model: Any, ids: torch.Tensor, prompt: int, cache: Any) -> torch.Tensor:
     """Logits [n - prompt, V] fp32 for tokens prompt, prompt + 1 ... of ids [1, n]: the prompt first, then each."""
@@ -105,8 +142,7 @@ def check_generate(
     tokens, where another order of the same sums decides a near tie. 0 where there is none.
     """
     prompt = 48
-    text = torch.randint(5, model.config.vocab_size, (1, prompt), generator=torch.Generator().manual_seed(1))
-    text = text.to(model.device)
+    text = prompt_of(model, prompt)
     options: dict[str, Any] = {"dtype": dtype, "target": target, "protect": 0, "checks": "full"}
     plain = model.config._attn_implementation
     cache = tq.TurboQuantCache(model.config, "turboquant_4bit_nc", backend, **options)

@@ -33,9 +33,9 @@ from .continuation import _attend, _merge
 from .layouts import Layout
 from .layouts.views import checked_device, field_view
 from .ops import BoundLayer, PagedCache
-from .spec import SpecError, checked_int
+from .spec import LayerSpec, SpecError, checked_int
 
-__all__ = ["CompressedKVStore", "packed_pages"]
+__all__ = ["CompressedKVStore", "exact_row_bytes", "packed_pages", "store_bytes"]
 
 _DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _CHUNK: Final = 2048  # packed tokens dequantised at once, of each sequence
@@ -48,6 +48,37 @@ def packed_pages(layout: Layout, packed_tokens: int, max_tokens: int) -> int:
     if not need:
         return 0
     return min(1 << (need - 1).bit_length(), -(-max_tokens // layout.block_size))
+
+
+def exact_row_bytes(layer: LayerSpec, itemsize: int) -> int:
+    """Bytes of a token of one layer as plain keys and values of ``itemsize`` bytes an element."""
+    return layer.num_kv_heads * (layer.head_size + layer.value_size) * itemsize
+
+
+def store_bytes(
+    bound: BoundLayer,
+    tokens: int,
+    itemsize: int,
+    *,
+    ring_tokens: int,
+    flush_tokens: int | None = None,
+    flat: bool = False,
+) -> int:
+    """Bytes of a store of one sequence that is opened for ``tokens`` tokens and full: the module's formula.
+
+    itemsize: bytes of an element of exact tokens. flat: with what :meth:`CompressedKVStore.dequantized` keeps.
+    """
+    layout = bound.layout
+    flush = layout.block_size if flush_tokens is None else flush_tokens
+    packed = max(0, tokens - ring_tokens) // flush * flush
+    pages, row = packed_pages(layout, packed, tokens), exact_row_bytes(bound.layer, itemsize)
+    rows = _ring_capacity(ring_tokens, flush) + (pages * layout.block_size if flat else 0)
+    return pages * layout.block_stride + rows * row
+
+
+def _ring_capacity(ring_tokens: int, flush_tokens: int) -> int:
+    """Exact tokens that a store has room for."""
+    return max(1, ring_tokens + flush_tokens - 1)
 
 
 class CompressedKVStore:
@@ -86,7 +117,7 @@ class CompressedKVStore:
         self.dtype = _DTYPES[bound.layer.dtype] if dtype is None else dtype
         if self.dtype not in _DTYPES.values():
             raise SpecError("dtype", dtype, "one of " + ", ".join(map(str, _DTYPES.values())))
-        self._capacity = max(1, self.ring_tokens + self.flush_tokens - 1)
+        self._capacity = _ring_capacity(self.ring_tokens, self.flush_tokens)
         self._ring = tuple(
             torch.empty(
                 (batch, self._capacity, bound.layout.num_kv_heads, width),

@@ -55,6 +55,7 @@ from .device import (
     table_bytes,
     value_pairs,
     value_steps,
+    value_words,
 )
 
 __all__ = ["decode_kernel"]
@@ -474,8 +475,26 @@ def _pair_bits(step, bits, offset):
 
 
 @triton.jit
+def _value_words(
+    tokens,  # tuple of RUNS tuples of units: neighbouring tokens
+    UNITS: tl.constexpr,
+    BITS: tl.constexpr,
+    RUNS: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """device.value_words of every unit, a tuple of UNITS tuples of RUNS words."""
+    out = ()
+    for u in tl.static_range(UNITS):
+        words = value_words(tokens[0][u], tokens[1][u], BITS, TARGET)
+        if RUNS == 4:
+            words = words + value_words(tokens[2][u], tokens[3][u], BITS, TARGET)
+        out = out + (words,)
+    return out
+
+
+@triton.jit
 def _value_operand(
-    words,  # tuple of RUNS tiles: the same unit of RUNS neighbouring tokens
+    words,  # tuple of RUNS tiles, from _value_words
     T: tl.constexpr,
     BITS: tl.constexpr,
     RUNS: tl.constexpr,
@@ -915,7 +934,6 @@ def decode_kernel(
                 KLANE,
                 TARGET,
             )
-            scores = sums.to(tl.float32) * column_scale[None, :] + column_offset[None, :]
         else:
             scores = tl.zeros((T, N), tl.float32)
             squares = tl.zeros((T, 8), tl.float32)
@@ -925,24 +943,36 @@ def decode_kernel(
                 if NORM_CORRECTION:
                     ones = _real_columns(u, KEY[1], KEY[2], KEY[3], KEY[4], KEY[6] * 8 // KEY[0], KWIDTH)
                     squares = tl.dot(keys * keys, ones, squares)
-            scores = scores * column_scale[None, :]
         if KEY[0] != 8:
             norm = k_tile[KWORDS].to(tl.float32)
-            if NORM_CORRECTION:
-                total = tl.max(squares, axis=1) * SQUARE_FACTOR
-                norm = norm * tl.rsqrt(total + _CENTROID_EPS)
-            scores = scores * norm[:, None]
+        v_tokens = ()
+        for i in tl.static_range(RUNS):
+            read = _slice(v_tile, i * VWORDS, VWORDS)
+            v_tokens = v_tokens + (_units(read, v_at + i * VALUE_DATA[1] + shift, v_lane, VALUE, TARGET),)
+        v_scale = v_tile[RUNS * VWORDS].to(tl.float32)
+        v_zero = v_tile[RUNS * VWORDS + 1].to(tl.float32)
+        v_words = _value_words(v_tokens, VUNITS, VALUE[0], RUNS, TARGET)
         if PREFETCH:
             keys_read = _load_keys(
                 cache_ptr, words_ptr, pages, next_token, last_group, begin, end, head, shift, k_group, k_row, k_lane,
                 KA, KB, KC, T, KEY, KEY_DATA, KEY_NORM, BLOCK_SIZE,
             )  # fmt: skip
-        v_tokens = ()
-        for i in tl.static_range(RUNS):
-            v_words = _slice(v_tile, i * VWORDS, VWORDS)
-            v_tokens = v_tokens + (_units(v_words, v_at + i * VALUE_DATA[1] + shift, v_lane, VALUE, TARGET),)
-        v_scale = v_tile[RUNS * VWORDS].to(tl.float32)
-        v_zero = v_tile[RUNS * VWORDS + 1].to(tl.float32)
+            values_read = _load_values(
+                cache_ptr, words_ptr, pages, next_token, last_group, begin, end, head, shift, v_group, v_token, v_lane,
+                VA, VB, VC, T, VALUE, VALUE_DATA, VALUE_SCALE, VALUE_ZERO, BLOCK_SIZE, RUNS,
+            )  # fmt: skip
+            pages = _page_ids(
+                table_ptr, tl.minimum(token + 2 * T, last_token), last_group, some, BLOCK_SIZE, GROUPS
+            )
+        if PLANES > 0:
+            scores = sums.to(tl.float32) * column_scale[None, :] + column_offset[None, :]
+        else:
+            scores = scores * column_scale[None, :]
+        if KEY[0] != 8:
+            if NORM_CORRECTION:
+                total = tl.max(squares, axis=1) * SQUARE_FACTOR
+                norm = norm * tl.rsqrt(total + _CENTROID_EPS)
+            scores = scores * norm[:, None]
         if SOFT_CAP:  # cap * tanh(s / cap), then base 2
             grown = tl.exp2(scores * ((1.0 / soft_cap) * (2.0 * _LOG2E)))
             scores = (1.0 - 2.0 / (1.0 + grown)) * (soft_cap * _LOG2E)
@@ -967,21 +997,10 @@ def decode_kernel(
 
         new_acc = ()
         for u in tl.static_range(VUNITS):
-            words = ()
-            for i in tl.static_range(RUNS):
-                words = words + (v_tokens[i][u],)
-            values = _value_operand(words, T, VALUE[0], RUNS, ROWS, SLOW, VRUN, VLANE, TARGET)
+            values = _value_operand(v_words[u], T, VALUE[0], RUNS, ROWS, SLOW, VRUN, VLANE, TARGET)
             new_acc = new_acc + (tl.dot(values, p16, acc[u] * shrink[None, :]),)
         acc = new_acc
-        if PREFETCH:
-            values_read = _load_values(
-                cache_ptr, words_ptr, pages, next_token, last_group, begin, end, head, shift, v_group, v_token, v_lane,
-                VA, VB, VC, T, VALUE, VALUE_DATA, VALUE_SCALE, VALUE_ZERO, BLOCK_SIZE, RUNS,
-            )  # fmt: skip
-            pages = _page_ids(
-                table_ptr, tl.minimum(token + 2 * T, last_token), last_group, some, BLOCK_SIZE, GROUPS
-            )
-        else:
+        if not PREFETCH:
             pages = _page_ids(table_ptr, token + T, last_group, some, BLOCK_SIZE, GROUPS)
         token += T
 

@@ -23,7 +23,7 @@ from ...codebook import centroids
 from ...layouts import Layout
 from ...spec import NormMeaning
 from .rotation import add_run, rotation_table, sylvester
-from .store import default_rows, field_constants, row_bytes, row_sum, to_cube
+from .store import UNROTATED, default_rows, field_constants, row_bytes, row_sum, to_cube
 
 __all__ = ["Dequantize", "dequantize_constexprs", "output_slots"]
 
@@ -374,6 +374,14 @@ def _dequantize_kernel(
     VALUE_DATA: tl.constexpr,
     VALUE_SCALE: tl.constexpr,
     VALUE_ZERO: tl.constexpr,
+    ROTATED_VALUES: tl.constexpr,  # what starts with V_ is not used without
+    V_M: tl.constexpr,
+    V_M2: tl.constexpr,
+    V_P: tl.constexpr,
+    V_LOG_P: tl.constexpr,
+    V_SIGNS: tl.constexpr,
+    V_ROT_SCALE: tl.constexpr,
+    V_CENTROIDS: tl.constexpr,
     R: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
@@ -406,23 +414,29 @@ def _dequantize_kernel(
             R,
         )
     else:
-        _dequantize_values(
-            cache_ptr,
-            value_ptr,
-            row,
-            slot,
-            head,
-            inside,
-            DV,
-            DV2,
-            VALUE_BITS,
-            BLOCK_SIZE,
-            BLOCK_STRIDE,
-            VALUE_DATA,
-            VALUE_SCALE,
-            VALUE_ZERO,
-            R,
-        )
+        if ROTATED_VALUES:
+            _dequantize_keys(
+                cache_ptr, value_ptr, row, slot, head, inside, DV, DV2, VALUE_BITS, False, V_M, V_M2, V_P, V_LOG_P,
+                V_SIGNS, V_ROT_SCALE, V_CENTROIDS, BLOCK_SIZE, BLOCK_STRIDE, VALUE_DATA, VALUE_SCALE, R,
+            )  # fmt: skip
+        else:
+            _dequantize_values(
+                cache_ptr,
+                value_ptr,
+                row,
+                slot,
+                head,
+                inside,
+                DV,
+                DV2,
+                VALUE_BITS,
+                BLOCK_SIZE,
+                BLOCK_STRIDE,
+                VALUE_DATA,
+                VALUE_SCALE,
+                VALUE_ZERO,
+                R,
+            )
 
 
 @cache
@@ -442,13 +456,22 @@ def dequantize_constexprs(layout: Layout) -> dict[str, Any]:
         "BLOCK_STRIDE": layout.block_stride,
         **field_constants(layout),
     }
-    if preset.fp8_keys:
-        constants.update(M=1, M2=1, P=1, LOG_P=0, SIGNS=(0,), ROT_SCALE=1.0, CENTROIDS=(0.0,))
-    else:
-        constants.update(rotation_table(d, inverse=True).constexprs())
-        c = centroids(d, preset.key_bits)[1 << (preset.key_bits - 1) :]
-        constants["CENTROIDS"] = tuple(float(x) for x in c)
+    constants.update(_codebook(None if preset.fp8_keys else d, preset.key_bits))
+    values = _codebook(dv if preset.rotated_values else None, preset.value_bits)
+    constants.update({f"V_{name}": value for name, value in values.items()})
+    constants["ROTATED_VALUES"] = preset.rotated_values
     return constants
+
+
+def _codebook(head_size: int | None, bits: int) -> dict[str, Any]:
+    """Rotation back and centroids of rotated vectors of ``head_size``; None: of vectors that are not rotated."""
+    if head_size is None:
+        return {**UNROTATED, "CENTROIDS": (0.0,)}
+    c = centroids(head_size, bits)[1 << (bits - 1) :]
+    return {
+        **rotation_table(head_size, inverse=True).constexprs(),
+        "CENTROIDS": tuple(float(x) for x in c),
+    }
 
 
 class Dequantize:

@@ -31,6 +31,7 @@ __all__ = [
     "table_bytes",
     "value_pairs",
     "value_steps",
+    "value_words",
 ]
 
 FP8_SCALE = 256.0
@@ -300,9 +301,24 @@ def fp8_pairs(
 
 
 @triton.jit
-def value_pairs(
+def value_words(
     first,  # int32: eight codes of one token (BITS = 4: 32 bits, 3: 24 bits)
     second,  # int32: the same dims of another token
+    BITS: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """The codes in two words of halfwords, ``first`` in the low ones and ``second`` in the high ones. The first step of
+    value_pairs, apart: the registers of the codes are free after it, and the next ones can be read into them."""
+    return (
+        halfwords(first, second, 0, TARGET),
+        halfwords(first, second, 2 if BITS == 4 else 1, TARGET),
+    )
+
+
+@triton.jit
+def value_pairs(
+    low,  # int32, from value_words
+    high,
     BITS: tl.constexpr,
     TARGET: tl.constexpr,
 ):
@@ -310,11 +326,9 @@ def value_pairs(
 
     1024 + n is the fp16 number whose bits are 0x6400 | n, so a code needs no shift where it lies inside the ten bits
     of the mantissa; its number is then ``step`` times as large. The steps are those of value_steps. A fused multiply-
-    add in the caller undoes both. One instruction per pair, and four for eight pairs.
+    add in the caller undoes both. One instruction per pair, and two for eight pairs.
     """
     if BITS == 4:
-        low = halfwords(first, second, 0, TARGET)
-        high = halfwords(first, second, 2, TARGET)
         low8 = low >> 8
         high8 = high >> 8
         return (
@@ -329,8 +343,6 @@ def value_pairs(
         )
     else:
         tl.static_assert(BITS == 3)
-        low = halfwords(first, second, 0, TARGET)
-        high = halfwords(first, second, 1, TARGET)
         low9 = low >> 9
         high10 = high >> 10
         return (

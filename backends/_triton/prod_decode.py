@@ -22,16 +22,16 @@ from .dequantize import _load_codes, load_half
 from .prod_store import load_grouped_values, signs_of
 from .store import row_bytes
 
-__all__ = ["COLUMNS", "prod_decode_kernel", "prod_reduce_kernel"]
+__all__ = ["COLUMNS", "centroids16", "prod_decode_kernel", "prod_reduce_kernel"]
 
 COLUMNS = 16
 _LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _centroids16(
+def centroids16(
     code,  # int32
-    CENTROIDS: tl.constexpr,  # the non-negative ones, ascending: 2 or 4
+    CENTROIDS: tl.constexpr,  # the non-negative ones, ascending: 2, 4 or 8
     BITS: tl.constexpr,
 ):
     """fp16 centroids without comparisons, whose masks would fill the scalar registers of AMD: the entry by multilinear
@@ -44,6 +44,16 @@ def _centroids16(
         b1 = ((index >> 1) & 1).to(tl.float32)
         step = CENTROIDS[2] - CENTROIDS[0]
         value += b1 * (step + b0 * (CENTROIDS[3] - CENTROIDS[1] - step))
+    elif BITS == 4:
+        b1 = ((index >> 1) & 1).to(tl.float32)
+        b2 = ((index >> 2) & 1).to(tl.float32)
+        first = CENTROIDS[4] - CENTROIDS[0]  # what b2 adds where b0 = b1 = 0, and so on
+        second = CENTROIDS[5] - CENTROIDS[1] - first
+        low = CENTROIDS[2] - CENTROIDS[0]
+        both = CENTROIDS[3] - CENTROIDS[1] - low
+        third = CENTROIDS[6] - CENTROIDS[2] - first
+        every = CENTROIDS[7] - CENTROIDS[3] - first - second - third
+        value += b1 * (low + b0 * both) + b2 * (first + b0 * second + b1 * (third + b0 * every))
     else:
         tl.static_assert(BITS == 2)
     bits = value.to(tl.int32, bitcast=True) | ((upper ^ 1) << 31)
@@ -124,7 +134,7 @@ def prod_decode_kernel(
             cache_ptr, slot, kv_head, BLOCK_SIZE, BLOCK_STRIDE, KEY_DATA[0], KEY_DATA[1], KEY_DATA[2]
         )
         code = _load_codes(place, inside, CODE_BITS, KEY_DATA[3], KEY_DATA[4], T, D)
-        c = _centroids16(code, CENTROIDS, CODE_BITS)
+        c = centroids16(code, CENTROIDS, CODE_BITS)
         place = row_bytes(
             cache_ptr, slot, kv_head, BLOCK_SIZE, BLOCK_STRIDE, KEY_SIGNS[0], KEY_SIGNS[1], KEY_SIGNS[2]
         )

@@ -15,11 +15,12 @@ goes through integer code: sm_80 has no conversion, and gfx942's turns fp16 464 
 
 Rules, as in docs/design.md: a vector with a NaN or an infinity is stored as the zero vector and counted; keys
 above 2^56 are scaled by a power of two before they are squared; stored norms and scales end at 65504, values are
-clamped to +-65504 first; a slot below 0 writes nothing; pads are never written.
+clamped to +-65504 first; a slot below 0 writes nothing; pads are never written. Rotated values are coded as keys are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from math import gcd
 from typing import Any
@@ -35,6 +36,7 @@ from ...spec import NormMeaning, SpecError
 from .rotation import add_run, rotation_table, sylvester
 
 __all__ = [
+    "UNROTATED",
     "Store",
     "default_rows",
     "field_constants",
@@ -60,6 +62,9 @@ _ABS_BITS = tl.constexpr(0x7FFFFFFF)
 _FP8_MIN_NORMAL_BITS = tl.constexpr(0x3C800000)  # 2^-6
 _FP8_SUBNORMAL_MAGIC = tl.constexpr(16384.0)  # 2^14: its ulp is 2^-9, the step of FP8 subnormals
 _FP8_REBIAS = tl.constexpr(120 << 3)  # (127 - 7) in the exponent field after the shift by 20
+
+UNROTATED: Mapping[str, Any] = {"M": 1, "M2": 1, "P": 1, "LOG_P": 0, "SIGNS": (0,), "ROT_SCALE": 1.0}
+"""Stands for :meth:`.rotation.RotationTable.constexprs` where nothing is rotated."""
 
 
 @triton.jit
@@ -526,6 +531,15 @@ def _store_kernel(
     VALUE_DATA: tl.constexpr,
     VALUE_SCALE: tl.constexpr,
     VALUE_ZERO: tl.constexpr,
+    ROTATED_VALUES: tl.constexpr,  # what starts with V_ is not used without
+    V_M: tl.constexpr,
+    V_M2: tl.constexpr,
+    V_P: tl.constexpr,
+    V_LOG_P: tl.constexpr,
+    V_SIGNS: tl.constexpr,
+    V_ROT_SCALE: tl.constexpr,
+    V_MIDS: tl.constexpr,
+    V_SQUARES: tl.constexpr,
     COUNT: tl.constexpr,
     R: tl.constexpr,
 ):
@@ -568,27 +582,34 @@ def _store_kernel(
         )
     else:
         offset = token.to(tl.int64) * value_token_stride + head * value_head_stride
-        _store_values(
-            value_ptr,
-            cache_ptr,
-            nonfinite_ptr,
-            offset,
-            inside,
-            slot,
-            kept,
-            head,
-            DV,
-            DV2,
-            LOG_DV2,
-            VALUE_BITS,
-            BLOCK_SIZE,
-            BLOCK_STRIDE,
-            VALUE_DATA,
-            VALUE_SCALE,
-            VALUE_ZERO,
-            COUNT,
-            R,
-        )
+        if ROTATED_VALUES:
+            _store_keys(
+                value_ptr, cache_ptr, nonfinite_ptr + 1, offset, inside, slot, kept, head, DV, DV2, LOG_DV2,
+                VALUE_BITS, True, V_M, V_M2, V_P, V_LOG_P, V_SIGNS, V_ROT_SCALE, V_MIDS, V_SQUARES, BLOCK_SIZE,
+                BLOCK_STRIDE, VALUE_DATA, VALUE_SCALE, COUNT, R,
+            )  # fmt: skip
+        else:
+            _store_values(
+                value_ptr,
+                cache_ptr,
+                nonfinite_ptr,
+                offset,
+                inside,
+                slot,
+                kept,
+                head,
+                DV,
+                DV2,
+                LOG_DV2,
+                VALUE_BITS,
+                BLOCK_SIZE,
+                BLOCK_STRIDE,
+                VALUE_DATA,
+                VALUE_SCALE,
+                VALUE_ZERO,
+                COUNT,
+                R,
+            )
 
 
 def granule(layout: Layout, field: str) -> int:
@@ -638,16 +659,25 @@ def store_constexprs(layout: Layout) -> dict[str, Any]:
         "BLOCK_STRIDE": layout.block_stride,
     }
     constants.update(field_constants(layout))
-    if preset.fp8_keys:
-        constants.update(M=1, M2=1, P=1, LOG_P=0, SIGNS=(0,), ROT_SCALE=1.0, MIDS=(0,), SQUARES=(0.0,))
-    else:
-        constants.update(rotation_table(d).constexprs())
-        half = 1 << (preset.code_bits - 1)
-        c = centroids(d, preset.code_bits)[half:]
-        mids = midpoints(d, preset.code_bits)[half:]
-        constants["MIDS"] = tuple(int(b) for b in np.ascontiguousarray(mids).view(np.int32))
-        constants["SQUARES"] = tuple(float(s) for s in c * c)
+    constants.update(_codebook(None if preset.fp8_keys else d, preset.code_bits))
+    values = _codebook(dv if preset.rotated_values else None, preset.value_bits)
+    constants.update({f"V_{name}": value for name, value in values.items()})
+    constants["ROTATED_VALUES"] = preset.rotated_values
     return constants
+
+
+def _codebook(head_size: int | None, bits: int) -> dict[str, Any]:
+    """Rotation and codebook of rotated vectors of ``head_size``; None: of vectors that are not rotated."""
+    if head_size is None:
+        return {**UNROTATED, "MIDS": (0,), "SQUARES": (0.0,)}
+    half = 1 << (bits - 1)
+    c = centroids(head_size, bits)[half:]
+    mids = np.ascontiguousarray(midpoints(head_size, bits)[half:]).view(np.int32)
+    return {
+        **rotation_table(head_size).constexprs(),
+        "MIDS": tuple(int(b) for b in mids),
+        "SQUARES": tuple(float(s) for s in c * c),
+    }
 
 
 def tile_rows(layout: Layout, vendor: str) -> int:
@@ -660,7 +690,10 @@ def tile_rows(layout: Layout, vendor: str) -> int:
     if vendor not in sizes:
         raise SpecError("target vendor", vendor, " or ".join(sizes))
     elements = sizes[vendor]
-    if vendor == "nvidia" and not layout.preset.fp8_keys and rotation_table(layout.head_size).m > 1:
+    preset = layout.preset
+    rotated = [] if preset.fp8_keys else [layout.head_size]
+    rotated += [layout.value_head_size] if preset.rotated_values else []
+    if vendor == "nvidia" and any(rotation_table(size).m > 1 for size in rotated):
         elements //= 2
     width = max(triton.next_power_of_2(layout.head_size), triton.next_power_of_2(layout.value_head_size))
     return max(1, min(16, elements // width))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from tests.l0_pure.test_transformers_cache import SHAPE, build, forced, generated, set_mode, tokens  # noqa: E402
+from tests.mode_checks import ATTENTIONS, check_modes, defined  # noqa: E402
 from turboquant_rocm import SpecError  # noqa: E402
 from turboquant_rocm.integrations import capture  # noqa: E402
 from turboquant_rocm.integrations import transformers as tq  # noqa: E402
@@ -145,35 +147,6 @@ def test_shadows_follow_what_happens_to_the_cache():
 # ---- hybrid and full ----------------------------------------------------------------------------------------------
 
 
-def oracle_logits(model: Any, ids: Any, mode: str, chunks: tuple[int, ...], ring: int, block: int = 8) -> Any:
-    """The modes written down once more: a plain cache whose tensors are replaced by what packed tokens read back as."""
-    cache = opened(model, "capture_only", ring_tokens=ring, block_size=block)
-    readers = {i: cache.layers[i] for i in cache.packed_layers}
-
-    class Replaced(transformers.cache_utils.DynamicLayer):
-        def __init__(self, shadow: Any) -> None:
-            super().__init__()
-            self.shadow = shadow
-
-        def update(self, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-            before = self.get_seq_length()
-            raw = mode == "hybrid" and (before == 0 or key.shape[2] > tq.MAX_DECODE_ROWS)
-            history = self.shadow.store.read() if before else None
-            super().update(key, value)
-            self.shadow.update(key, value)
-            if raw and history is None:
-                return key, value
-            if raw:
-                return tuple(
-                    torch.cat([h.transpose(1, 2), x], 2) for h, x in zip(history, (key, value), strict=True)
-                )
-            return tuple(x.transpose(1, 2) for x in self.shadow.store.read())
-
-    for i, shadow in readers.items():
-        cache.layers[i] = Replaced(shadow)
-    return forced(model, ids, cache, chunks)
-
-
 @pytest.mark.parametrize("mode", ["hybrid", "full"])
 @pytest.mark.parametrize("attention", ["dropin", "direct"])
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss"])
@@ -183,7 +156,7 @@ def test_modes_equal_their_definition(kind: str, attention: str, mode: str):
         model.set_attn_implementation("eager")
     ids = tokens(2, sum(CHUNKS))
     ring = 0 if mode == "full" else 6
-    wanted = oracle_logits(model, ids, mode, CHUNKS, ring)
+    wanted = forced(model, ids, defined(opened(model, "capture_only", ring_tokens=ring), mode), CHUNKS)
     set_mode(model, attention)
     cache = opened(model, mode)
     got = forced(model, ids, cache, CHUNKS)
@@ -295,3 +268,34 @@ def test_a_store_cache_is_not_off():
     with pytest.raises(SpecError, match="mode='off'"):
         StoreCache(build("llama").config, "off")
     assert capture.Mode("full") is Mode.FULL
+
+
+# ---- as on a GPU and in the real model ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize(("head_size", "dtype"), [(64, "fp32"), (128, "fp16")])
+def test_the_four_modes(head_size: int, dtype: str, attention: str):
+    model = build("llama", head_size, dtype)
+    check_modes(model, attention, backend="torch_reference", dtype=dtype, target="cpu")
+
+
+def test_a_mode_that_is_not_what_it_says_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    """Prefill over packed tokens is not hybrid's, and keys that the model gets from a shadow are not off's."""
+    arguments = {"backend": "torch_reference", "dtype": "fp32", "target": "cpu"}
+    right = StoreLayer.update
+
+    def packed_prefill(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.options = replace(self.options, exact_prefill=False)
+        return right(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreLayer, "update", packed_prefill)
+        with pytest.raises(AssertionError):
+            check_modes(build("llama"), "drop-in", **arguments)
+    plain = ShadowLayer.update
+    monkeypatch.setattr(
+        ShadowLayer, "update", lambda self, key, value, *args: plain(self, key * (1 + 1e-6), value, *args)
+    )
+    with pytest.raises(AssertionError):
+        check_modes(build("llama"), "drop-in", **arguments)

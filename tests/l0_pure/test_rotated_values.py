@@ -70,11 +70,19 @@ def test_only_backends_that_declare_them_serve_them():
             before = {r.code for r in backend.refusals(plain)}
             if Code.SKETCH in before:  # it serves presets with a sketch, which have no rotated values
                 continue
-            more = {r.code for r in backend.refusals(rotated)} - before
-            assert more <= {Code.ROTATED_VALUES}
-            if not more:
+            after = {r.code for r in backend.refusals(rotated)}
+            assert after - before <= {Code.ROTATED_VALUES}
+            assert (Code.ROTATED_VALUES in before) == (backend.name == "triton_rotated")
+            if not after:
                 serving.add(backend.name)
-    assert serving == {"torch_reference"}
+    assert serving == {"torch_reference", "triton_rotated"}
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_90"])
+def test_the_dispatcher_finds_the_kernels(arch: str):
+    layer = LayerSpec(0, 16, 2, 128)
+    assert decide(layer, get_target(arch), "3bit_nc+rotated_values", 16).backend == "triton_rotated"
+    assert decide(layer, get_target(arch), "3bit_nc", 16).backend != "triton_rotated"
 
 
 @pytest.mark.parametrize("preset", ["k8v4", "4bit_nc", "3bit_nc"])

@@ -23,7 +23,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from tests.cases import TORCH_DTYPES, rel_l2, same_bytes  # noqa: E402
-from tests.generate_checks import oracle  # noqa: E402
+from tests.generate_checks import beside_native, oracle  # noqa: E402
 from turboquant_rocm import IneligibleError, SpecError, integrations  # noqa: E402
 from turboquant_rocm.integrations import transformers as tq  # noqa: E402
 
@@ -176,27 +176,9 @@ def test_modes_oracle_and_native_agree(kind: str, head_size: int, dtype: str):
 def test_packed_attention_is_that_over_dequantised(kind: str, head_size: int, dtype: str):
     """Layer by layer on the same inputs, with the masks that transformers builds."""
     model = build(kind, head_size, dtype)
-    worst: dict[int, float] = {}
-
-    def both(module: Any, query: Any, key: Any, value: Any, mask: Any, **more: Any) -> Any:
-        want = None
-        if isinstance(key, tq.PackedChunk):
-            assert key.is_causal(mask)
-            want = tq.native_attention(module, query, *key.dense(), mask, more["dropout"], more["scaling"], **{
-                k: v for k, v in more.items() if k not in ("dropout", "scaling")
-            })[0]  # fmt: skip
-        found = tq.packed_attention(module, query, key, value, mask, **more)
-        if want is not None:
-            count = query.shape[2]
-            worst[count] = max(worst.get(count, 0.0), rel_l2(found[0], want))
-        return found
-
-    transformers.AttentionInterface.register(tq.ATTENTION, both)
-    try:
+    with beside_native() as worst:
         model.set_attn_implementation(tq.ATTENTION)
         forced(model, tokens(2, sum(CHUNKS)), packed(model, dtype), CHUNKS)
-    finally:
-        transformers.AttentionInterface.register(tq.ATTENTION, tq.packed_attention)
     assert set(worst) == set(CHUNKS[1:])
     assert max(worst.values()) < {"fp32": 2e-6, "bf16": 1e-2}[dtype]
 

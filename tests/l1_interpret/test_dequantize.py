@@ -14,6 +14,12 @@ def test_reference(combination, device):
     checks.check_dequantize(*combination, device)
 
 
+@pytest.mark.parametrize("combination", checks.ROTATED, ids=named)
+def test_rotated_values(combination, device):
+    for dtype in (torch.float32, torch.bfloat16):
+        checks.check_dequantize(*combination, device, dtype)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("combination", REST, ids=named)
 def test_reference_all(combination, device):

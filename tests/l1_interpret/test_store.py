@@ -29,6 +29,12 @@ def test_reference(combination, device):
     checks.check_against_reference(*combination, "bf16", device)
 
 
+@pytest.mark.parametrize("combination", checks.ROTATED, ids=named)
+def test_rotated_values(combination, device):
+    for dtype in ("bf16", "fp16"):
+        checks.check_against_reference(*combination, dtype, device)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("combination", [*DEFAULT, *REST], ids=named)

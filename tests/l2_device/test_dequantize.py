@@ -17,6 +17,12 @@ def test_reference(preset, layout, head_size, device):
     checks.check_dequantize(preset, layout, head_size, device)
 
 
+@pytest.mark.parametrize("combination", checks.ROTATED, ids=str)
+def test_rotated_values(combination, device):
+    for dtype in (torch.float32, torch.bfloat16):
+        checks.check_dequantize(*combination, device, dtype)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("layout", checks.LAYOUTS)
 @pytest.mark.parametrize("preset", checks.PRESETS)

@@ -21,7 +21,7 @@ def test_golden(case, device):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("combination", list(checks.combinations()), ids=named)
+@pytest.mark.parametrize("combination", [*checks.combinations(), *checks.ROTATED], ids=named)
 def test_reference(combination, dtype, device):
     checks.check_against_reference(*combination, dtype, device)
 

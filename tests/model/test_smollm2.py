@@ -7,10 +7,13 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import generate_checks as checks
+from tests.mode_checks import ATTENTIONS, check_modes
 from turboquant_rocm.evaluate import main
 from turboquant_rocm.evaluation.report import read_limits
+from turboquant_rocm.target import detect
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(5400)]
 
@@ -51,3 +54,18 @@ def test_sixty_four_greedy_tokens(mode: str):
     named(checks.MODEL_VARIABLE)
     model = checks.small_model("fp32")
     checks.check_generate(model, mode, backend="torch_reference", dtype="fp32", target="cpu", margin=0.0)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_modes(device: str, attention: str):
+    """off, capture_only, hybrid and full: on a CPU by the reference in fp32, on a GPU by the dispatcher's backend."""
+    named(checks.MODEL_VARIABLE)
+    if device == "cpu":
+        check_modes(
+            checks.small_model("fp32"), attention, backend="torch_reference", dtype="fp32", target="cpu"
+        )
+        return
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU that torch can see: the modes were not run on one")
+    check_modes(checks.small_model("fp16", device), attention, backend=None, dtype="fp16", target=detect())

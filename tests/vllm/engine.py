@@ -1,10 +1,11 @@
 """One run of the real vLLM engine, in a process of its own: a job as JSON on standard input, results in a file.
 
-    {"model": folder, "options": {of vllm.LLM}, "packed_rows": n,
+    {"model": folder, "options": {of vllm.LLM}, "packed_rows": n, "kept": {"tokens": n, "file": name},
      "batches": [{"prompts": [[ids]], "max_tokens": n, "score": bool, "forget": bool}]}
 
 "packed_rows": chunks of up to so many tokens read everything packed, first ones too; vLLM's own number is one, and
-more with speculative tokens. Prompts of a batch are given together; "forget" empties the prefix cache before. The
+more with speculative tokens. "kept": where to write what the packed layers give back of a sequence of so many tokens,
+{layer: (key [tokens, Hk, D], value [tokens, Hk, Dv])} by torch.save. Prompts of a batch are given together; "forget" empties the prefix cache before. The
 result of each batch is {"outputs": [...], "routes": [...]}. Per prompt: the generated tokens, their logprobs, how many
 tokens a prefix hit saved, and with "score" minus the logprobs of the prompt's own tokens. Per step of the engine: the
 routes that the first packed layer took, as [route, query tokens, history].
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,21 @@ def _watch_routes() -> None:
                 rest = prefill_rows(parts.query_lens, attn_metadata.rest_totals, backend.MAX_DECODE_ROWS)
                 step += [[w.route, w.queries, w.history] for w in rest]
                 routes.append(step)
+        return forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+
+    backend.TurboQuantImpl.forward = watched
+
+
+def _keep(tokens: int, found: dict[int, Any]) -> None:
+    """Note what every packed layer gives back of the sequence of ``tokens`` tokens that runs alone."""
+    from turboquant_rocm.integrations.vllm import backend
+
+    forward = backend.TurboQuantImpl.forward
+
+    def watched(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
+        if attn_metadata is not None and kv_cache.numel() and attn_metadata.seq_lens.tolist() == [tokens]:
+            read = self.bound.dequantize(self._cache, attn_metadata.block_table, attn_metadata.seq_lens)
+            found[int(re.search(r"layers\.(\d+)\.", layer.layer_name)[1])] = (read.key, read.value)
         return forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
 
     backend.TurboQuantImpl.forward = watched
@@ -79,6 +96,9 @@ def main(result: str) -> None:
     inside = os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     if inside:
         _watch_routes()
+    kept: dict[int, Any] = {}
+    if job.get("kept"):
+        _keep(job["kept"]["tokens"], kept)
     answers = []
     for batch in job["batches"]:
         if batch.get("forget"):
@@ -105,6 +125,10 @@ def main(result: str) -> None:
                 entry["nll"] = [-d[t].logprob for d, t in pairs]
             outputs.append(entry)
         answers.append({"outputs": outputs, "routes": list(routes)})
+    if kept:
+        import torch
+
+        torch.save(kept, job["kept"]["file"])
     Path(result).write_text(json.dumps({"batches": answers, **(_facts(llm) if inside else {})}))
 
 

@@ -34,7 +34,7 @@ require("transformers")
 import torch  # noqa: E402
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer  # noqa: E402
 
-from ..compressed_store import CompressedKVStore  # noqa: E402
+from ..compressed_store import CompressedKVStore, exact_row_bytes, store_bytes  # noqa: E402
 from ..ops import BoundLayer, Checks, bind  # noqa: E402
 from ..planning import DEFAULT_PRESET, LayerPlan  # noqa: E402
 from ..spec import AttentionKind, Preset, SpecError, checked_int, checked_member  # noqa: E402
@@ -88,6 +88,12 @@ class _Options:
             flush_tokens=self.flush_tokens, device=key.device, dtype=key.dtype,
         )  # fmt: skip
 
+    def nbytes(self, bound: BoundLayer, tokens: int, itemsize: int, flat: bool = False) -> int:
+        """Bytes of a store of one sequence of ``tokens`` tokens; see :func:`..compressed_store.store_bytes`."""
+        return store_bytes(
+            bound, tokens, itemsize, ring_tokens=self.ring_tokens, flush_tokens=self.flush_tokens, flat=flat
+        )
+
 
 def _token_major(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """[B, H, n, D] as [B, n, H, D], or back."""
@@ -96,9 +102,7 @@ def _token_major(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _exact_nbytes(store: CompressedKVStore) -> int:
     """Bytes of the tokens of ``store`` as plain tensors of its dtype."""
-    layer = store.bound.layer
-    row = layer.num_kv_heads * (layer.head_size + layer.value_size) * int(store.dtype.itemsize)
-    return store.batch * store.length * row
+    return store.batch * store.length * exact_row_bytes(store.bound.layer, int(store.dtype.itemsize))
 
 
 def _nmse(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -154,6 +158,18 @@ class ShadowLayer(DynamicLayer):
         """Keep these sequences."""
         super().batch_select_indices(indices)
         self._select(indices)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that the model has, and of the store beside them."""
+        if self.store is None:
+            return 0
+        return int(self.keys.nbytes + self.values.nbytes) + self.store.nbytes
+
+    def bytes_for(self, tokens: int, itemsize: int) -> int:
+        """Bytes that one sequence of ``tokens`` tokens takes: plain ones, and in the store."""
+        plain = tokens * exact_row_bytes(self.bound.layer, itemsize)
+        return plain + self.options.nbytes(self.bound, tokens, itemsize)
 
     def report(self) -> LayerReport:
         """What the packed tokens read back as, against the tensors that the model has."""
@@ -223,6 +239,10 @@ class StoreLayer(packed.PackedLayer):
     def nbytes(self) -> int:
         """Bytes of the store."""
         return 0 if self.store is None else self.store.nbytes
+
+    def bytes_for(self, tokens: int, itemsize: int) -> int:
+        """As in :class:`.transformers.PackedLayer`; with the dequantised tokens that are kept for other attentions."""
+        return self.options.nbytes(self.bound, tokens, itemsize, flat=not self._direct())
 
     def report(self) -> LayerReport:
         """Sizes; there are no exact tensors to compare with."""

@@ -42,7 +42,7 @@ from transformers.cache_utils import (  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask  # noqa: E402
 
-from ..compressed_store import CompressedKVStore  # noqa: E402
+from ..compressed_store import CompressedKVStore, exact_row_bytes, store_bytes  # noqa: E402
 from ..continuation import _attend, _merge, attend_prefill  # noqa: E402
 from ..dispatch import IneligibleError, Policy  # noqa: E402
 from ..modelspec import model_from_config  # noqa: E402
@@ -60,6 +60,7 @@ __all__ = [
     "PartlyExactLayer",
     "TurboQuantCache",
     "UnsupportedError",
+    "cache_bytes",
     "native_attention",
     "packed_attention",
 ]
@@ -241,6 +242,17 @@ class PackedLayer(CacheLayerMixin):
         """Bytes of all allocated pages."""
         return 0 if self.cache is None else self.cache.nbytes
 
+    def bytes_for(self, tokens: int, itemsize: int) -> int:
+        """Bytes that one sequence of ``tokens`` tokens takes, without pages held in reserve.
+
+        itemsize: bytes of an element of what stays exact (here nothing).
+        """
+        return self._pages_for(tokens) * self.bound.layout.block_stride
+
+    def _pages_for(self, tokens: int) -> int:
+        need = -(-tokens // self.block_size)
+        return need if self.ring is None else min(need, self.ring)
+
     def _start(self, length: int) -> int:
         """First position that the token after ``length`` others sees."""
         return 0 if self.window is None else max(0, length - self.window + 1)
@@ -275,9 +287,7 @@ class PackedLayer(CacheLayerMixin):
 
     def _reserve(self, tokens: int) -> None:
         """Pages for ``tokens`` tokens of every sequence."""
-        need = -(-tokens // self.block_size)
-        if self.ring is not None:
-            need = min(need, self.ring)
+        need = self._pages_for(tokens)
         have = 0 if self.cache is None else self.cache.num_blocks // self._batch
         if need <= have:
             return
@@ -412,7 +422,7 @@ class PartlyExactLayer(PackedLayer):
         if self._rest is None:
             self._rest = CompressedKVStore(
                 self.bound, max_tokens=_MOST_TOKENS, batch=self._batch, ring_tokens=self.options.recent,
-                flush_tokens=self.options.flush if self.options.recent else 1, device=key.device, dtype=key.dtype,
+                flush_tokens=self._flush, device=key.device, dtype=key.dtype,
             )  # fmt: skip
             if self.options.key_mean:
                 given = self._given_mean
@@ -499,6 +509,21 @@ class PartlyExactLayer(PackedLayer):
         """Bytes of pages, exact tokens and the key mean."""
         kept = [*(self._first or ()), *([] if self._mean is None else [self._mean])]
         return (0 if self._rest is None else self._rest.nbytes) + sum(int(x.nbytes) for x in kept)
+
+    def bytes_for(self, tokens: int, itemsize: int) -> int:
+        """As in :class:`PackedLayer`, with the exact tokens and the key mean."""
+        options, layer = self.options, self.bound.layer
+        exact = min(tokens, options.first) * exact_row_bytes(layer, itemsize)
+        if tokens <= options.first:
+            return exact
+        rest = store_bytes(
+            self.bound, tokens - options.first, itemsize, ring_tokens=options.recent, flush_tokens=self._flush
+        )
+        return exact + rest + options.key_mean * layer.num_kv_heads * layer.head_size * itemsize
+
+    @property
+    def _flush(self) -> int:
+        return self.options.flush if self.options.recent else 1
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -787,12 +812,16 @@ class TurboQuantCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the cache occupies now: pages of packed layers, keys and values of native ones."""
-        total = 0
-        for layer in self.layers:
-            if isinstance(layer, PackedLayer):
-                total += layer.nbytes
-            else:
-                tensors = (getattr(layer, "keys", None), getattr(layer, "values", None))
-                total += sum(x.nbytes for x in tensors if isinstance(x, torch.Tensor))
-        return total
+        """Bytes that the cache occupies now; see :func:`cache_bytes`."""
+        return cache_bytes(self)
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Bytes that any cache of transformers occupies now: what our layers say, keys and values of all others."""
+    total = 0
+    for layer in cache.layers:
+        own = getattr(layer, "nbytes", None)
+        tensors = (getattr(layer, "keys", None), getattr(layer, "values", None))
+        plain = sum(int(x.nbytes) for x in tensors if isinstance(x, torch.Tensor))
+        total += plain if own is None else own
+    return total
