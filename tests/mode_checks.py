@@ -46,7 +46,7 @@ class DefinedLayer(transformers.cache_utils.DynamicLayer):
 
 
 def defined(shadowed: StoreCache, mode: str) -> StoreCache:
-    """``shadowed``, a cache of capture_only with the ring of ``mode``, made to give the model what ``mode`` promises."""
+    """A cache of capture_only with the ring of ``mode``, made to give the model what ``mode`` promises."""
     for i in shadowed.packed_layers:
         shadowed.layers[i] = DefinedLayer(shadowed.layers[i], mode == "hybrid")
     return shadowed

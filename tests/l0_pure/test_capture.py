@@ -294,8 +294,10 @@ def test_a_mode_that_is_not_what_it_says_is_noticed(monkeypatch: pytest.MonkeyPa
         with pytest.raises(AssertionError):
             check_modes(build("llama"), "drop-in", **arguments)
     plain = ShadowLayer.update
-    monkeypatch.setattr(
-        ShadowLayer, "update", lambda self, key, value, *args: plain(self, key * (1 + 1e-6), value, *args)
-    )
+
+    def touched(self: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return plain(self, key * (1 + 1e-6), value, *args, **kwargs)
+
+    monkeypatch.setattr(ShadowLayer, "update", touched)
     with pytest.raises(AssertionError):
         check_modes(build("llama"), "drop-in", **arguments)
