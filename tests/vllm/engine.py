@@ -5,10 +5,11 @@
 
 "packed_rows": chunks of up to so many tokens read everything packed, first ones too; vLLM's own number is one, and
 more with speculative tokens. "kept": where to write what the packed layers give back of a sequence of so many tokens,
-{layer: (key [tokens, Hk, D], value [tokens, Hk, Dv])} by torch.save. Prompts of a batch are given together; "forget" empties the prefix cache before. The
-result of each batch is {"outputs": [...], "routes": [...]}. Per prompt: the generated tokens, their logprobs, how many
-tokens a prefix hit saved, and with "score" minus the logprobs of the prompt's own tokens. Per step of the engine: the
-routes that the first packed layer took, as [route, query tokens, history].
+{layer: (key [tokens, Hk, D], value [tokens, Hk, Dv])} by torch.save. Prompts of a batch are given together; "forget"
+empties the prefix cache before. The result of each batch is {"outputs": [...], "routes": [...]}. Per prompt: the
+generated tokens, their logprobs, how many tokens a prefix hit saved, and with "score" minus the logprobs of the
+prompt's own tokens. Per step of the engine: the routes that the first packed layer took, as [route, query tokens,
+history].
 """
 
 from __future__ import annotations

@@ -110,11 +110,11 @@ def prompt(start: int, count: int) -> list[int]:
 def test_engine_serves_and_predicts_as_the_evaluation_says(preset: str, tmp_path: Path):
     """In fp32, in chunks of 64 tokens, the first one too, that read packed keys and values, their own included.
 
-    That is what the evaluation computes, but not to the last bit: products are added up in another order, so that a few
-    coordinates in 100,000 fall to the other side of a bucket's edge. Each moves what later layers store, until half of
-    the vectors differ: predictions of single tokens then vary by 0.1 (k8v4) to 0.6 (3bit_nc), as they do between two
-    evaluations with weights that differ by 1e-6, and 1,023 of them do not tell 1 % from noise. So the evaluation is
-    also made to read the codes that the engine has stored, layer by layer; it says itself what it would have stored.
+    That is what the evaluation computes, but not to the last bit: products are added up in another order, so a few
+    coordinates in a million fall to the other side of a bucket's edge. Each of them moves what later layers store. With
+    3-bit keys the predictions of single tokens then differ by 0.6 (standard deviation), as much as between two
+    evaluations with weights that differ by 1e-6, and 1,023 of them do not tell 1 % from noise. So the evaluation also
+    reads the codes that the engine has stored, layer by layer, and says how many it would have stored otherwise.
     """
     windows = [list(text_ids()[i * SCORED : (i + 1) * SCORED]) for i in range(WINDOWS)]
     scored = {"max_tokens": 1, "score": True}
@@ -179,8 +179,11 @@ PROMPTS = [(0, 300), (150, 300), (420, 300), (600, 300)]
 GREEDY = 8
 SAME_ROUTE = 0.02
 """Mean |logprob difference| by the same routes in batches of other shapes: bf16 sums in other orders."""
-OTHER_ROUTE = 0.25
-"""... by routes that read other tokens packed instead of raw: what quantising those few tokens changes."""
+OTHER_ROUTE = 0.4
+"""... by routes that read other tokens packed instead of raw: what quantising those few tokens changes. The evaluation
+finds 0.24 to 0.26 between everything packed and nothing, in fp32; few tokens and bf16 get the rest."""
+OTHER_PERPLEXITY = 0.08
+"""|log of the ratio of perplexities| of such routes: the evaluation finds 0.05 between all packed and nothing."""
 
 
 def difference(a: dict[str, Any], b: dict[str, Any]) -> float:
@@ -198,16 +201,24 @@ def ask(*parts: tuple[int, int], **more: Any) -> dict[str, Any]:
 
 
 def test_prefix_caching_cold_and_warm_agree(tmp_path: Path):
-    """Cold, a prompt of 300 tokens attends to itself raw; warm, its last 12 read 288 packed tokens and themselves."""
+    """Cold, a prompt of 300 tokens attends to itself raw; warm, its last 12 read 288 packed tokens and themselves.
+
+    Cut at token 288 the cold prompt does so, too: then a hit changes nothing.
+    """
     alone = [ask(p) for p in PROMPTS]
-    found = run_engine(tmp_path, PRESET, [*alone, *alone], enable_prefix_caching=True)["batches"]
-    cold, warm = found[:4], found[4:]
-    for a, b in zip(cold, warm, strict=True):
-        assert a["routes"][0] == [["first", 300, 0]] and a["outputs"][0]["cached"] == 0
-        assert b["routes"][0] == [["decode", 12, 288]] and b["outputs"][0]["cached"] == 288
-    values = [difference(a["outputs"][0], b["outputs"][0]) for a, b in zip(cold, warm, strict=True)]
-    print("cold and warm:", values)
-    assert 0 < fmean(values) <= OTHER_ROUTE
+
+    def run(cold_steps: list[Any], **options: Any) -> list[float]:
+        found = run_engine(tmp_path, PRESET, [*alone, *alone], enable_prefix_caching=True, **options)
+        cold, warm = found["batches"][:4], found["batches"][4:]
+        for a, b in zip(cold, warm, strict=True):
+            assert a["routes"][: len(cold_steps)] == cold_steps and a["outputs"][0]["cached"] == 0
+            assert b["routes"][0] == [["decode", 12, 288]] and b["outputs"][0]["cached"] == 288
+        values = [difference(a["outputs"][0], b["outputs"][0]) for a, b in zip(cold, warm, strict=True)]
+        print("cold and warm:", values)
+        return values
+
+    assert 0 < fmean(run([[["first", 300, 0]]])) <= OTHER_ROUTE
+    assert max(run([[["first", 288, 0]], [["decode", 12, 288]]], max_num_batched_tokens=288)) <= SAME_ROUTE
 
 
 def test_chunked_and_unchunked_prefill_agree(tmp_path: Path):
@@ -223,7 +234,7 @@ def test_chunked_and_unchunked_prefill_agree(tmp_path: Path):
         values = [b - a for a, b in pairs]
         print(f"chunks of {size}: mean {fmean(values):.4f}, mean size {fmean(map(abs, values)):.4f}")
         assert 0 < fmean(map(abs, values)) <= OTHER_ROUTE
-        assert abs(fmean(values)) <= OTHER_ROUTE / 2
+        assert abs(fmean(values)) <= OTHER_PERPLEXITY
 
 
 def test_a_batch_of_a_first_chunk_and_a_shorter_prefix_hit(tmp_path: Path):
