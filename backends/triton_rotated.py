@@ -20,7 +20,6 @@ BACKEND = register(
             OneOf(Code.LAYER_KIND, (AttentionKind.FULL, AttentionKind.SLIDING)),
             OneOf(Code.ROTATED_VALUES, (True,)),
             OneOf(Code.KEY_BITS, (8, 4, 3)),
-            OneOf(Code.VALUE_BITS, (4, 3, 2)),
             Without(Code.SKETCH),
             OneOf(Code.HEAD_SIZE, HEAD_SIZES),
             OneOf(Code.VALUE_HEAD_SIZE, HEAD_SIZES),

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tests.cases import TORCH_DTYPES, gaussian, layer_spec
-from turboquant_rocm import Decision, bind, get_preset
+from turboquant_rocm import Decision, Preset, bind, get_preset
 from turboquant_rocm.backends._torch.reference import ReferenceOps
 from turboquant_rocm.spec import Target
 from turboquant_rocm.target import get_target
@@ -32,7 +32,7 @@ ROUNDING = {"bf16": 2.0**-9, "fp16": 2.0**-11}
 class Config:
     """What kernels are compiled for. padding: bytes added to each slot."""
 
-    preset: str = "4bit_nc"
+    preset: str | Preset = "4bit_nc"
     layout: str = "soa"
     head_size: int = 64
     heads: int = 2

@@ -11,9 +11,8 @@ from ...dispatch import Decision
 from ...layouts import Layout
 from ...spec import SpecError
 from .dequantize import Dequantize
-from .device import FP8_SCALE
 from .ops import LOG2E, TritonOps, _compute_units
-from .rotated_decode import COLUMNS, rotated_decode_kernel, rotated_reduce_kernel
+from .rotated_decode import COLUMNS, FP8_SCALE, rotated_decode_kernel, rotated_reduce_kernel
 from .store import Store, field_constants
 from .tile import centroid_table
 from .workspace import Workspace, default_workspace

@@ -26,7 +26,7 @@ KERNELS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 POINTERS = {
     "query_ptr": "*bf16", "cache_ptr": "*u8", "table_ptr": "*i32", "seq_lens_ptr": "*i32", "query_start_ptr": "*i32",
     "part_ptr": "*fp32", "part_lse_ptr": "*fp32", "sinks_ptr": "*fp32", "out_ptr": "*bf16", "lse_ptr": "*fp32",
-    "scale_log2": "fp32", "soft_cap_log2": "fp32",
+    "scale_log2": "fp32", "soft_cap": "fp32",
 }  # fmt: skip
 CASES = [("decode", preset, 128) for preset in ("k8v4", "4bit_nc", "3bit_nc")]
 CASES += [("reduce", "4bit_nc", 128), ("decode", "4bit_nc", 64), ("decode", "4bit_nc", 256)]

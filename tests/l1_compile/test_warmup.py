@@ -43,13 +43,16 @@ def keys(monkeypatch):
     return found
 
 
+CASES = [(f"triton_{layout}", layout, p) for layout in ("soa", "aos") for p in ("4bit_nc", "k3v4_nc", "k8v4")]
+CASES += [("triton_rotated", "soa", f"{preset}+rotated_values") for preset in ("3bit_nc", "k8v4")]
+
+
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("preset", ["4bit_nc", "k3v4_nc", "k8v4"])
-@pytest.mark.parametrize("layout", ["soa", "aos"])
-def test_decode_launches_only_what_was_compiled(layout, preset, window, sinks, keys):
+@pytest.mark.parametrize(("kernels_of", "layout", "preset"), CASES)
+def test_decode_launches_only_what_was_compiled(kernels_of, layout, preset, window, sinks, keys):
     layer = layer_spec(64, 2, 4, "bf16", window=window, sinks=sinks)
-    decision = Decision(layer, get_target("gfx942"), get_preset(preset), 16, f"triton_{layout}", layout)
+    decision = Decision(layer, get_target("gfx942"), get_preset(preset), 16, kernels_of, layout)
     bound = bind(decision, checks="off")
     cache = bound.allocate(4, "cpu")
     blocks, most = 64, 6
@@ -66,5 +69,8 @@ def test_decode_launches_only_what_was_compiled(layout, preset, window, sinks, k
             torch.zeros(batch, dtype=torch.int32), starts, max_query_len=count, return_lse=rng.random() < 0.5,
             sinks=torch.zeros(8) if sinks else None,
         )  # fmt: skip
-    assert {name for name, _, _ in keys} >= {"prepare_kernel", "decode_kernel"}
+    kernels = {"prepare_kernel", "decode_kernel"}
+    if kernels_of == "triton_rotated":
+        kernels = {"rotated_decode_kernel", "rotated_reduce_kernel"}
+    assert {name for name, _, _ in keys} >= kernels
     assert keys <= warm, f"not compiled by warm-up: {sorted(keys - warm)}"

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.decode_checks import ROTATED, Case, Config, check
+from turboquant_rocm import Preset
 
 ROTATED_4BIT, ROTATED_3BIT = "4bit_nc+rotated_values", "3bit_nc+rotated_values"
 
@@ -15,6 +16,11 @@ ROTATED_4BIT, ROTATED_3BIT = "4bit_nc+rotated_values", "3bit_nc+rotated_values"
 @pytest.mark.parametrize("preset", ROTATED)
 def test_presets(preset, splits, device):
     check(Config(preset, head_size=64, heads=2, group=3), Case((0, 37, 150, 1), splits=splits), device)
+
+
+def test_values_of_two_bits(device):
+    two = Preset("k4v2+rotated_values", 4, 2, True, rotated_values=True)
+    check(Config(two, head_size=128, heads=1), Case((45, 2)), device)
 
 
 @pytest.mark.parametrize("head_size", [128, 256])
