@@ -19,6 +19,10 @@ MODEL_VARIABLE = "TURBOQUANT_MODEL"
 """Environment variable with the folder of the small model, as turboquant_rocm.evaluation.smollm2 writes it."""
 
 
+MARGIN = {"fp16": 0.1, "bf16": 0.5}
+"""Logits that rounding through 30 layers of that dtype may move."""
+
+
 class OracleLayer(transformers.cache_utils.DynamicLayer):
     """Keys and values as the backend of ``bound`` reads them back, in transformers' own tensors."""
 
