@@ -13,7 +13,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -50,13 +51,13 @@ from .evaluation.tasks import copies, needles, windows
 from .options import CacheOptions, parse_cache
 from .presets import preset_names
 from .spec import Preset, SpecError
-from .verify import BAD_INPUT, _check_writable, _device, _integer, _target
+from .verify import BAD_INPUT, _check_writable, _device, _integer, _target, fitting_console
 
 if TYPE_CHECKING:
     from .evaluation.compare import Comparison
     from .evaluation.schemes import Scheme
 
-__all__ = ["Evaluation", "main"]
+__all__ = ["Evaluation", "load_model", "load_tokenizer", "main", "read_text"]
 
 TESTS: Final = ("text", "copying", "needle", "layers")
 _MEAN_SKIP: Final = 4  # first tokens have keys unlike all others, and are left out of means
@@ -226,15 +227,16 @@ def _caches(names: Sequence[str]) -> dict[str, tuple[Preset, CacheOptions] | Non
     return found
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of --text; SpecError if there is none."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise SpecError("--text", str(path), f"a file of UTF-8 text ({error})") from None
 
 
-def _load(folder: Path, device: Any, dtype: str) -> tuple[Any, Any]:
-    """(model, tokenizer); SpecError names what is missing."""
+def load_model(folder: Path, device: Any, dtype: str) -> Any:
+    """A causal LM of a transformers folder, in eval mode on ``device``. SpecError names what is missing."""
     if not (folder / "config.json").is_file():
         raise SpecError("MODEL_DIR", str(folder), "a folder with config.json, tokenizer and weights")
     try:
@@ -243,19 +245,32 @@ def _load(folder: Path, device: Any, dtype: str) -> tuple[Any, Any]:
         from . import integrations
 
         integrations.require("transformers")
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM
         from transformers.utils import logging
     except ImportError as error:
         raise SpecError("import", str(error), "torch, and turboquant-rocm[transformers]") from None
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     logging.disable_progress_bar()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    with _loadable(folder):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, local_files_only=True)
+    return model.to(device).eval()
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a transformers folder. SpecError names what is missing; after :func:`load_model`."""
+    from transformers import AutoTokenizer
+
+    with _loadable(folder):
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+@contextmanager
+def _loadable(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError) as error:
         detail = " ".join(str(error).split())[:300]
         raise SpecError("MODEL_DIR", str(folder), f"a folder that transformers can load ({detail})") from None
-    return model.to(device).eval(), tokenizer
 
 
 def _key_means(args: argparse.Namespace, model: Any, ids: Sequence[int]) -> dict[int, Any]:
@@ -328,10 +343,10 @@ def _run(args: argparse.Namespace, errors: Console) -> Report:
         check_plot(args.tests)
     if args.check:
         read_limits(args.check)
-    text = _read_text(args.text)
+    text = read_text(args.text)
     device = _device(args.device)
     dtype = args.dtype or ("fp32" if device.type == "cpu" else "bf16")
-    model, tokenizer = _load(args.model, device, dtype)
+    model, tokenizer = load_model(args.model, device, dtype), load_tokenizer(args.model)
     ids = tokenizer(text, add_special_tokens=False).input_ids
     most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 40
     for name, length in (
@@ -382,10 +397,7 @@ def _print(report: Report) -> None:
         found.append(needle_table(report))
     if any(r.layers for r in report.rows):
         found.append(layer_table(report))
-    needed = max(Console(width=10_000).measure(t).maximum for t in found)
-    console = Console()
-    if console.width < needed:
-        console = Console(width=needed)  # a narrower terminal scrolls: no number is cut
+    console = fitting_console(*found)
     for each in found:
         console.print(each)
     if report.recommendation is not None:

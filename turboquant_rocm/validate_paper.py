@@ -22,7 +22,7 @@ from rich.table import Table
 
 from . import __version__
 from .spec import SpecError
-from .verify import BAD_INPUT, _check_writable, _integer
+from .verify import BAD_INPUT, _check_writable, _integer, fitting_console
 
 if TYPE_CHECKING:
     from .comparison import Comparison
@@ -75,10 +75,7 @@ def _table(rows: Sequence[Row]) -> Table:
 
 def _print(rows: Sequence[Row], seconds: float) -> None:
     table = _table(rows)
-    console = Console()
-    needed = Console(width=10_000).measure(table).maximum
-    if console.width < needed:
-        console = Console(width=needed)
+    console = fitting_console(table)
     console.print(table)
     for r in rows:
         for fault in r.faults:

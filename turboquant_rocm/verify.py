@@ -91,14 +91,17 @@ def _table(rows: Sequence[Measurement], device: str) -> Table:
     return table
 
 
-def _print(rows: Sequence[Measurement], device: str) -> None:
-    """The table, never cut: a console narrower than it scrolls or breaks lines, and loses nothing."""
-    table = _table(rows, device)
+def fitting_console(*tables: Table) -> Console:
+    """Standard output, wide enough for the tables: a narrower terminal scrolls or breaks lines, and loses nothing."""
     console = Console()
-    unbounded = Console(width=10_000)
-    needed = unbounded.measure(table).maximum
-    if console.width < needed:
-        console = Console(width=needed)
+    needed = max(Console(width=10_000).measure(table).maximum for table in tables)
+    return console if console.width >= needed else Console(width=needed)
+
+
+def _print(rows: Sequence[Measurement], device: str) -> None:
+    """The table, never cut."""
+    table = _table(rows, device)
+    console = fitting_console(table)
     console.print(table)
     for r in rows:
         for fault in r.faults:

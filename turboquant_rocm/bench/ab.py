@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ..options import parse_cache
 from ..spec import SpecError
-from .display import COLUMN_STYLE, machine_line
+from .display import ROW_STYLE, machine_line
 from .records import Machine, Time, noise
 
 __all__ = ["BASELINE", "MODES", "SCHEMA", "AbRow", "AbRun", "Arm", "ab_table", "arms_of", "verdict"]
@@ -68,8 +68,8 @@ class AbRow:
     backend, packed_layers: what serves, and how many layers. prefill: of the prompt; decode: of a token, both with the
     host's time. kv_bytes: held by the cache at the end, reserves included. peak_bytes: most that torch held at once
     beyond what it held before the cache was made. budget_tokens: tokens of one sequence that fit the budget, without
-    reserves. equal_tokens of ``tokens``: greedy tokens that are the baseline's, in their place; first_difference: of the
-    first that is not, counted from 0. top1, kl: share of equal likeliest tokens, and KL(baseline || arm) in nats per
+    reserves. equal_tokens of ``tokens``: greedy tokens that are the baseline's, in their place; first_difference: place
+    of the first that is not, from 0. top1, kl: share of equal likeliest tokens, and KL(baseline || arm) in nats per
     token, on the baseline's own tokens.
     """
 
@@ -156,8 +156,8 @@ class AbRun:
         """Machine and conditions in a line."""
         c = self.conditions
         text = (
-            f"{c['model']}, {c['dtype']}, {c['attention']} attention, {c['batch']} x {c['prompt']} tokens of "
-            f"{c['text']}, {c['new']} new ones, {c['repeats']} interleaved repeats. {machine_line(self.machine)}"
+            f"{c['model']}, {c['dtype']}, {c['attention']} attention, {c['batch']} x {c['prompt']} tokens "
+            f"({c['text']}), {c['new']} new ones, {c['repeats']} interleaved repeats. {machine_line(self.machine)}"
         )
         if self.machine.smoke:
             text = f"Times are a CPU's and say nothing about kernels on a GPU. {text}"
@@ -169,7 +169,8 @@ class AbRun:
         names = _columns(self)
         lines += ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
         lines += [
-            "| " + " | ".join(text.replace("|", "/") for text in _cells(self, row)) + " |" for row in self.rows
+            "| " + " | ".join(text.replace("|", "/") for text in _cells(self, row)) + " |"
+            for row in self.rows
         ]
         return "\n".join(lines) + "\n"
 
@@ -219,12 +220,12 @@ def ab_table(run: AbRun) -> Table:
     table = Table(
         title="Transformers' own cache against packed ones",
         title_justify="left",
-        caption="± interquartile range of the repeats. KV bytes: held at the end; peak: most memory beyond the weights. "
+        caption="± interquartile range of the repeats. KV bytes: held at the end. peak: memory beyond the weights. "
         "equal tokens: greedy ones, in their place. top-1, KL: on the baseline's tokens.",
     )
     for name in _columns(run):
         left = name in ("cache", "backend", "note", "")
         table.add_column(name, justify="left" if left else "right", no_wrap=name != "note")
     for row in run.rows:
-        table.add_row(*(Text(text) for text in _cells(run, row)), style=COLUMN_STYLE.get(row.status))
+        table.add_row(*(Text(text) for text in _cells(run, row)), style=ROW_STYLE.get(row.status))
     return table

@@ -20,8 +20,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..backends import backends, get_backend
+from ..explain import _gib
+from ..packages import installed_version
 from ..presets import preset_names
-from ..spec import SpecError
+from ..spec import SpecError, Target
+from ..verify import _check_writable, fitting_console
+from .ab import MODES, AbRun, ab_table, arms_of
 from .cases import LENGTHS, OPERATIONS, Case, Job, Profile, parse_profiles, read_profiles
 from .display import GIVEN_WIDTH, comparison_table, goal_table, headline, markdown, row_table
 from .goals import jobs_of, judge
@@ -58,6 +62,10 @@ def _positive(text: str) -> int:
     return value
 
 
+def _count(text: str) -> int:
+    return 0 if text == "0" else _positive(text)
+
+
 def _change(text: str) -> float:
     try:
         value = float(text.removesuffix("%")) / 100
@@ -66,6 +74,54 @@ def _change(text: str) -> float:
     if not 0 <= value < 10:
         raise argparse.ArgumentTypeError(f"{text} (wants a percentage from 0 to 1000, such as 3%)")
     return value
+
+
+def _ab_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", type=Path, metavar="MODEL_DIR", help="config and weights of transformers, a causal LM")
+    add("--text", type=Path, metavar="FILE", help="UTF-8 text that the prompts are cut from (default: random tokens, "
+        "which say little about agreement)")  # fmt: skip
+    add("--mode", action="append", choices=MODES, help="cache: a TurboQuantCache (default); capture_only, hybrid and "
+        "full: compressed stores; off: the baseline again, as a control (repeatable)")  # fmt: skip
+    add(
+        "--preset",
+        action="append",
+        metavar="P",
+        help=f"of {', '.join(preset_names())}, with options behind it as +recent=N (repeatable; default: 4bit_nc)",
+    )
+    add("--attention", choices=("direct", "drop-in"), default="direct", help="over packed bytes (default), or the "
+        "model's own over dequantised tokens")  # fmt: skip
+    add("--prompt", type=_positive, default=512, metavar="TOKENS", help="of each sequence (default: 512)")
+    add("--new", type=_positive, default=32, metavar="TOKENS", help="decoded after the prompt (default: 32)")
+    add("--batch", type=_positive, default=1, metavar="N", help="sequences (default: 1)")
+    add("--repeats", type=_positive, default=5, help="timed passes of each cache, in turn (default: 5)")
+    add("--budget", default="1GiB", metavar="SIZE", help="memory whose tokens are counted (default: 1GiB)")
+    add(
+        "--backend",
+        metavar="NAME",
+        help="default: torch_reference on a CPU, the dispatcher's choice on a GPU",
+    )
+    add("--block-size", type=_positive, default=16, metavar="N", help="default: 16")
+    add(
+        "--protect",
+        type=_count,
+        metavar="N",
+        help="layers at each end that stay native (default: the cache's)",
+    )
+    add(
+        "--ring-tokens", type=_count, default=128, metavar="N", help="exact tokens of hybrid and capture_only"
+    )
+    group = parser.add_argument_group("where and how")
+    group.add_argument("--device", default="cuda", help="cuda (ROCm devices, too), cuda:1 ..., or cpu, "
+                       "whose times say nothing about kernels (default: cuda)")  # fmt: skip
+    group.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), help="default: fp32 on a CPU, bf16 on a GPU"
+    )
+    group.add_argument("--commit", help="what to note as the commit, where the files carry no history")
+    group.add_argument("--traceback", action="store_true", help="show where a failed cache failed")
+    group = parser.add_argument_group("output")
+    for name, what in (("json", "the run"), ("csv", "one line per cache"), ("markdown", "the table")):
+        group.add_argument(f"--{name}", type=Path, metavar="FILE", help=f"write {what}")
 
 
 def _device_flags(parser: argparse.ArgumentParser) -> None:
@@ -207,6 +263,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--dry-run", action="store_true", help="print the file instead of writing it")
     _device_flags(sub)
+    sub = command("ab", "transformers' own cache against packed ones on a model: times, memory, agreement")
+    _ab_flags(sub)
     sub = command("plot", "time against context of saved runs, as a PNG")
     sub.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="JSON files; of one device")
     sub.add_argument("-o", "--output", type=Path, required=True, metavar="FILE")
@@ -255,8 +313,8 @@ def _jobs(profiles: Iterable[Profile], names: Sequence[str], smoke: bool) -> tup
 # ---- measuring -----------------------------------------------------------------------------------------------
 
 
-def _harness(args: argparse.Namespace, console: Console) -> Harness:
-    """Set up the device and measure its ceilings."""
+def _device(name: str) -> tuple[Any, Target]:
+    """The device called ``name``, made the current one, and its target."""
     try:
         import torch
     except ImportError as error:
@@ -265,25 +323,30 @@ def _harness(args: argparse.Namespace, console: Console) -> Harness:
         ) from None
     logging.getLogger("turboquant_rocm.dispatch").setLevel(logging.ERROR)  # refusals are printed as rows
     from ..target import detect, get_target
+
+    if re.fullmatch(r"cpu|cuda(:\d{1,3})?", name) is None:
+        raise SpecError("--device", name, "cuda, cuda:INDEX or cpu")
+    if name == _SMOKE:
+        return torch.device(name), replace(get_target("cpu"), local=True)
+    if not torch.cuda.is_available():
+        raise _NoDevice(
+            "torch sees no GPU; --device cpu makes a smoke run of the harness, which measures nothing"
+        )
+    device = torch.device("cuda", torch.device(name).index or 0)
+    torch.cuda.set_device(device)
+    return device, detect(device.index)
+
+
+def _harness(args: argparse.Namespace, console: Console) -> Harness:
+    """Set up the device and measure its ceilings."""
+    device, target = _device(args.device)
+    import torch
+
     from .inputs import Setting
     from .measure import Harness
     from .timing import cold_bytes, copy_ceiling, read_ceiling
 
-    if re.fullmatch(r"cpu|cuda(:\d{1,3})?", args.device) is None:
-        raise SpecError("--device", args.device, "cuda, cuda:INDEX or cpu")
-    smoke = args.device.startswith(_SMOKE)
-    if not smoke and not torch.cuda.is_available():
-        raise _NoDevice(
-            "torch sees no GPU; --device cpu makes a smoke run of the harness, which measures nothing"
-        )
-    device = torch.device(args.device)
-    if smoke:
-        target = replace(get_target("cpu"), local=True)
-    else:
-        index = device.index or 0
-        target = detect(index)
-        device = torch.device("cuda", index)
-        torch.cuda.set_device(device)
+    smoke = device.type == _SMOKE
     replays = min(args.replays, 5) if args.quick else args.replays
     setting = Setting(device, target.vendor, cold_bytes(target, device), replays, args.quick)
     with console.status("ceilings"):
@@ -306,6 +369,11 @@ def _run_of(args: argparse.Namespace, harness: Harness, rows: Iterable[Row], arg
     )
 
 
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True)
+
+
 def _measure_all(
     harness: Harness,
     jobs: Sequence[Job],
@@ -315,8 +383,7 @@ def _measure_all(
 ) -> dict[Job, Row]:
     """Every job in turn. wants: what to measure of a job beside its time: ``eager``, ``baselines``."""
     rows: dict[Job, Row] = {}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with _progress(console) as progress:
         task = progress.add_task("", total=len(jobs))
         for job in jobs:
             where = f"{job.case.operation} {job.case.preset.removeprefix('turboquant_')} {job.case.title()}"
@@ -329,13 +396,18 @@ def _measure_all(
     return rows
 
 
-def _write(args: argparse.Namespace, run: Run, outcomes: Sequence[Any] = ()) -> None:
+def _write(args: argparse.Namespace, run: Run | AbRun, text: str) -> None:
+    """The files that were asked for. text: Markdown."""
     if args.json:
         args.json.write_text(run.to_json(), encoding="utf-8")
     if args.csv:
         args.csv.write_text(run.to_csv(), encoding="utf-8")
     if args.markdown:
-        args.markdown.write_text(markdown(run, outcomes), encoding="utf-8")
+        args.markdown.write_text(text, encoding="utf-8")
+
+
+def _write_run(args: argparse.Namespace, run: Run, outcomes: Sequence[Any] = ()) -> None:
+    _write(args, run, markdown(run, outcomes))
     if args.plot:
         from .plot import write_png
 
@@ -413,7 +485,7 @@ class _Session:
             )
         if not ready:
             self.err.print("nothing was measured: every backend was refused", style="red")
-        _write(args, run)
+        _write_run(args, run)
         return _status(measured.values())
 
     def _ceiling(self) -> int:
@@ -446,7 +518,7 @@ class _Session:
         self.out.print(goal_table(outcomes, args.details, run.machine.smoke))
         counts = [f"{sum(o.verdict == v for o in outcomes)} {v}" for v in ("pass", "short", "not measured")]
         self.out.print(", ".join(counts))
-        _write(args, run, outcomes)
+        _write_run(args, run, outcomes)
         if any(row.status in ("wrong", "failed") for row in measured.values()):
             return WORSE
         return WORSE if args.strict and any(o.verdict != "pass" for o in outcomes) else FINE
@@ -461,6 +533,44 @@ class _Session:
         same = sum(v.kind == "same" for v in found.verdicts)
         self.out.print(f"{len(found.regressions)} regressions, {same} times within the noise")
         return WORSE if found.regressions else FINE
+
+    def _ab(self) -> int:
+        args = self.args
+        arms = arms_of(args.mode or ["cache"], args.preset or ["4bit_nc"])
+        for name, least in (("repeats", 3), ("new", 2)):
+            if getattr(args, name) < least:
+                raise SpecError(f"--{name}", getattr(args, name), f"at least {least}")
+        for name in ("json", "csv", "markdown"):
+            if getattr(args, name) is not None:
+                _check_writable(getattr(args, name), f"--{name}")
+        budget = int(_gib("--budget", args.budget) * (1 << 30))
+        if args.backend is not None:
+            get_backend(args.backend)
+        device, target = _device(args.device)
+        from .machine import machine
+        from .models import conditions, measure, passes, read_setup
+
+        def failed(text: str) -> None:
+            if args.traceback:
+                self.err.print(text, markup=False, highlight=False)
+
+        setup = read_setup(args, device, target, budget, failed)
+        with _progress(self.err) as progress:
+            task = progress.add_task("ab", total=passes(setup, arms))
+            rows = measure(setup, arms, lambda: progress.advance(task))
+        where = machine(target, device, self.argv, args.commit)
+        versions = {**where.versions, "transformers": installed_version("transformers") or "?"}
+        more = {
+            "model": args.model.resolve().name,
+            "text": args.text.name if args.text else "random tokens, which say little about agreement",
+        }
+        run = AbRun(replace(where, versions=versions), conditions(setup, **more), rows)
+        table = ab_table(run)
+        out = fitting_console(table)
+        out.print(run.headline(), markup=False, highlight=False)
+        out.print(table)
+        _write(args, run, run.to_markdown())
+        return run.status
 
     def _plot(self) -> int:
         from .plot import write_png

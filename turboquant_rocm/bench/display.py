@@ -8,16 +8,26 @@ from rich.table import Table
 from rich.text import Text
 
 from .goals import Outcome
-from .records import Comparison, Row, Run, Time
+from .records import Comparison, Machine, Row, Run, Time
 
-__all__ = ["COLUMNS", "cells", "comparison_table", "goal_table", "headline", "markdown", "row_table"]
+__all__ = [
+    "COLUMNS",
+    "ROW_STYLE",
+    "cells",
+    "comparison_table",
+    "goal_table",
+    "headline",
+    "machine_line",
+    "markdown",
+    "row_table",
+]
 
 COLUMNS = (
     "operation", "shape", "cache", "backend", "us", "of ceiling", "bf16 paged / this", "bf16 SDPA / this", "CPU us",
     "launches", "error", "note",
 )  # fmt: skip
 _TEXT = ("operation", "shape", "cache", "backend", "note")
-_STYLE = {"wrong": "bold red", "failed": "red", "refused": "dim"}
+ROW_STYLE = {"wrong": "bold red", "failed": "red", "refused": "dim"}
 _VERDICT = {"pass": "green", "short": "red", "not measured": "yellow"}
 GIVEN_WIDTH = 180  # columns; narrower terminals scroll instead of breaking numbers
 
@@ -48,12 +58,18 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
+def machine_line(machine: Machine, *more: str) -> str:
+    """Device, versions and ``more``, commit and date."""
+    parts = (machine.device, *(f"{k} {v}" for k, v in machine.versions.items()), *more)
+    return f"{', '.join(parts)}; commit {machine.commit[:12]}{machine.commit[40:]}, {machine.date}"
+
+
 def headline(run: Run) -> str:
     """Device, versions and ceilings in a line; a smoke run says that it measures nothing."""
     machine = run.machine
-    parts = [machine.device, *(f"{k} {v}" for k, v in machine.versions.items())]
-    parts += [f"{name} ceiling {value / 1e12:.3g} TB/s" for name, value in run.ceilings.items()]
-    text = f"{', '.join(parts)}; commit {machine.commit[:12]}{machine.commit[40:]}, {machine.date}"
+    text = machine_line(
+        machine, *(f"{name} ceiling {value / 1e12:.3g} TB/s" for name, value in run.ceilings.items())
+    )
     return f"SMOKE RUN on a CPU, wall clock, small shapes: no measurement. {text}" if machine.smoke else text
 
 
@@ -70,7 +86,7 @@ def row_table(rows: Sequence[Row], title: str = "") -> Table:
         left = COLUMNS[i] in _TEXT
         table.add_column(COLUMNS[i], justify="left" if left else "right", no_wrap=COLUMNS[i] != "note")
     for row, text in zip(rows, texts, strict=True):
-        table.add_row(*(Text(text[i]) for i in shown), style=_STYLE.get(row.status))
+        table.add_row(*(Text(text[i]) for i in shown), style=ROW_STYLE.get(row.status))
     return table
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final
 
 import torch
 
 from ..compressed_store import exact_row_bytes
 from ..dispatch import IneligibleError
+from ..evaluate import load_model, load_tokenizer, read_text
 from ..evaluation.schemes import model_layers
 from ..integrations.capture import ShadowLayer, StoreCache, open_cache
 from ..integrations.transformers import ATTENTION, PackedLayer, TurboQuantCache, cache_bytes
@@ -20,7 +23,16 @@ from ..spec import LayerSpec, SpecError, Target
 from .ab import BASELINE, BIT_IDENTICAL, AbRow, Arm
 from .timing import summary
 
-__all__ = ["Setup", "budget_tokens", "bytes_for", "measure", "passes", "peak_bytes"]
+__all__ = [
+    "Setup",
+    "budget_tokens",
+    "bytes_for",
+    "conditions",
+    "measure",
+    "passes",
+    "peak_bytes",
+    "read_setup",
+]
 
 _MOST_TOKENS: Final = 1 << 40
 _UNTIMED: Final = 3  # passes of an arm before the timed ones: greedy tokens, logits, memory
@@ -61,6 +73,36 @@ class Setup:
         return StoreCache(
             self.model.config, arm.mode, preset, self.backend, ring_tokens=self.ring_tokens, **same
         )
+
+
+def read_setup(
+    args: Any, device: torch.device, target: Target, budget: int, on_failure: Callable[[str], None]
+) -> Setup:
+    """The model and the prompts of ``bench ab``'s arguments. SpecError names what is wrong with them."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    cpu = device.type == "cpu"
+    dtype = args.dtype or ("fp32" if cpu else "bf16")
+    model = load_model(args.model, device, dtype)
+    config = model.config.get_text_config(decoder=True)
+    most = getattr(config, "max_position_embeddings", None) or _MOST_TOKENS
+    if args.prompt + args.new > most:
+        raise SpecError(
+            "--prompt", args.prompt, f"with --new {args.new} at most the model's {most} positions"
+        )
+    need = args.batch * args.prompt
+    if args.text is None:
+        g = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, config.vocab_size, (need,), generator=g)
+    else:
+        text = read_text(args.text)
+        ids = torch.tensor(load_tokenizer(args.model)(text, add_special_tokens=False).input_ids[:need])
+        if len(ids) < need:
+            raise SpecError("--text", f"{len(ids)} tokens", f"at least {need} = --batch times --prompt")
+    return Setup(
+        model, ids.view(args.batch, args.prompt).to(device), args.new, target, dtype, budget,
+        args.attention == "direct", args.backend or ("torch_reference" if cpu else None), args.block_size,
+        args.protect, args.ring_tokens, args.repeats, on_failure,
+    )  # fmt: skip
 
 
 @contextmanager
@@ -179,7 +221,8 @@ class _Bench:
         return _attention(self.model, ATTENTION if direct else own)
 
     def steps(self, arm: Arm | None, cache: Any, tokens: torch.Tensor | None) -> Iterator[Any]:
-        return _steps(self.model, self.setup.ids, cache, tokens, self.setup.new)
+        found: Iterator[Any] = _steps(self.model, self.setup.ids, cache, tokens, self.setup.new)
+        return found
 
     def untimed(self, arm: Arm | None, row: AbRow) -> AbRow:
         """Everything but the times; also warms up."""
@@ -275,17 +318,18 @@ def measure(setup: Setup, arms: Sequence[Arm], done: Callable[[], None] = lambda
     def timed(arm: Arm | None) -> None:
         times.setdefault(arm, []).append(bench.timed(arm))
 
-    for arm in rows:
-        if rows[arm].status == "ok":
-            guarded(arm, lambda arm=arm: untimed(arm))  # type: ignore[misc]
-    for round_ in range(setup.repeats):
-        for arm in list(rows) if round_ % 2 == 0 else list(rows)[::-1]:
-            if rows[arm].status == "ok":
-                guarded(arm, lambda arm=arm: timed(arm))  # type: ignore[misc]
-    for arm, found in times.items():
-        if rows[arm].status == "ok":
+    order: list[Arm | None] = list(rows)
+    for each in order:
+        if rows[each].status == "ok":
+            guarded(each, partial(untimed, each))
+    for turn in range(setup.repeats):
+        for each in order if turn % 2 == 0 else order[::-1]:
+            if rows[each].status == "ok":
+                guarded(each, partial(timed, each))
+    for each, found in times.items():
+        if rows[each].status == "ok":
             prefill, decode = (summary(column) for column in zip(*found, strict=True))
-            rows[arm] = replace(rows[arm], prefill=prefill, decode=decode)
+            rows[each] = replace(rows[each], prefill=prefill, decode=decode)
     return tuple(rows.values())
 
 
