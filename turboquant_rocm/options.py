@@ -10,13 +10,41 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+from .eligibility import Code, Refusal, Request, Requirement, Without, refusals
 from .presets import get_preset
 from .spec import ROTATED_VALUES, Preset, SpecError, checked_int
 
-__all__ = ["CacheOptions", "parse_cache"]
+__all__ = ["OPTIONS", "CacheOptions", "Option", "parse_cache"]
 
 _MOST: Final = 1 << 24
 _KEY_MEAN: Final = "key_mean"
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option as reports list it, and what it needs. written: behind a preset's name. what: it does.
+
+    code: what a backend's declaration must accept, for options that change the slot and so need kernels; None for those
+    that work around the kernels, with the lse that every backend's decode returns. layer: what a layer must be.
+    """
+
+    written: str
+    what: str
+    code: Code | None = None
+    layer: tuple[Requirement, ...] = ()
+
+
+OPTIONS: Final = (
+    Option("recent=N", "the last N tokens are exact", layer=(Without(Code.WINDOW),)),
+    Option("first=N", "the first N tokens are exact", layer=(Without(Code.WINDOW),)),
+    Option(
+        _KEY_MEAN,
+        "keys are packed less their mean",
+        layer=(Without(Code.WINDOW), Without(Code.SINKS), Without(Code.SOFT_CAP)),
+    ),
+    Option(ROTATED_VALUES[1:], "values are rotated and coded as keys are", Code.ROTATED_VALUES),
+)
+"""Every option there is. Who serves one follows from it and from the backends' declarations: nothing else says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +74,12 @@ class CacheOptions:
     def __str__(self) -> str:
         parts = [f"{name}={getattr(self, name)}" for name in ("recent", "first") if getattr(self, name)]
         return "".join(f"+{part}" for part in (*parts, *([_KEY_MEAN] if self.key_mean else [])))
+
+    def refusals(self, request: Request) -> tuple[Refusal, ...]:
+        """Why the request's layer cannot have these options; empty if it can."""
+        asked = {"recent=N": self.recent, "first=N": self.first, _KEY_MEAN: self.key_mean}
+        needs = dict.fromkeys(r for option in OPTIONS if asked.get(option.written) for r in option.layer)
+        return refusals(needs, request)
 
     def packed_end(self, length: int) -> int:
         """End of the packed tokens [first, end) of a sequence of ``length`` tokens; the others are exact."""

@@ -23,6 +23,7 @@ from tests.update_reports import GOLDEN, SUPPORT, report, support_matrix
 from turboquant_rocm import LayerSpec, Policy, SpecError, load_model, make_layout, preset_names
 from turboquant_rocm import backends as backends_module
 from turboquant_rocm.backends import backends, get_backend
+from turboquant_rocm.eligibility import Code, Request
 from turboquant_rocm.explain import FORMATS, main, run
 from turboquant_rocm.modelspec import bundled_models
 from turboquant_rocm.packages import Environment
@@ -929,3 +930,22 @@ def test_local_target_probes(monkeypatch: pytest.MonkeyPatch):
     codes = [r["code"] for r in group["refused"][0]["reasons"]]
     assert "package" in codes
     assert group["refused"][0]["change"]["how"] == "install flydsl>=0.5,<0.6"
+
+
+def test_options_are_listed_with_those_that_serve_them():
+    """From the declarations: what is around the kernels works with all, rotated values with those that say so."""
+    _, text, _ = explain("--format json")
+    listed = {option["option"]: option for option in json.loads(text)["options"]}
+    assert list(listed) == ["recent=N", "first=N", "key_mean", "rotated_values"]
+    ready = [b.name for b in backends() if b.ready]
+    for name in ("recent=N", "first=N", "key_mean"):
+        assert listed[name]["backends"] == ready
+        assert {"code": "window", "wants": "none"} in listed[name]["layer"]
+    assert listed["rotated_values"]["backends"] == ["triton_rotated", "torch_reference"]
+    for name in ready:
+        served = name in listed["rotated_values"]["backends"]
+        request = Request(
+            LayerSpec(0, 16, 2, 128), get_target("gfx942"), get_preset("4bit_nc+rotated_values"), 16
+        )
+        codes = {r.code for r in get_backend(name).refusals(request)}
+        assert served == (not codes & {Code.ROTATED_VALUES, Code.SKETCH}), name

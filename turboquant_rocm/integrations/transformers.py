@@ -45,6 +45,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask  # noqa
 from ..compressed_store import CompressedKVStore, exact_row_bytes, store_bytes  # noqa: E402
 from ..continuation import _attend, _merge, attend_prefill  # noqa: E402
 from ..dispatch import IneligibleError, Policy  # noqa: E402
+from ..eligibility import Code, Request  # noqa: E402
 from ..modelspec import model_from_config  # noqa: E402
 from ..ops import BoundLayer, Checks, PagedCache, bind  # noqa: E402
 from ..options import CacheOptions  # noqa: E402
@@ -392,11 +393,9 @@ class PartlyExactLayer(PackedLayer):
         options: CacheOptions,
         key_mean: torch.Tensor | None = None,
     ) -> None:
-        layer = bound.layer
-        if options.key_mean and (layer.sinks or layer.soft_cap is not None):
-            raise UnsupportedError(
-                f"layer {layer.index}: key_mean with sinks or a soft cap, which its shift of all scores would change"
-            )
+        layer, d = bound.layer, bound.decision
+        if why := options.refusals(Request(layer, d.target, d.preset, d.block_size)):
+            raise UnsupportedError(f"layer {layer.index}: {options} with {', '.join(map(str, why))}")
         self.options = options
         self._given_mean = key_mean
         super().__init__(bound, direct)
@@ -778,7 +777,8 @@ class TurboQuantCache(Cache):
             )
         assert entry.decision is not None
         bound, index = bind(entry.decision, checks=checks), entry.layer.index
-        if not self.options or window is not None:
+        refused = self.options.refusals(self.plan.question.request(entry.layer))
+        if not self.options or any(refusal.code is Code.WINDOW for refusal in refused):
             return PackedLayer(bound, direct)
         mean = self._key_means.get(index)
         wants = (entry.layer.num_kv_heads, 1, entry.layer.head_size)

@@ -11,8 +11,10 @@ from typing import Any, Final
 from .. import __version__
 from ..backends import Backend, backends, get_backend
 from ..dispatch import Policy
-from ..eligibility import Code, Refusal, show
+from ..eligibility import Code, Refusal, Request, show
+from ..options import OPTIONS, Option
 from ..planning import Group, LayerPlan, Plan, Question, Role, ranges
+from ..presets import presets
 from ..spec import LayerSpec, ModelSpec, SpecError, Target
 from .counterfactuals import Change, changes, other_targets
 
@@ -277,19 +279,38 @@ def matrix_document(
     }
 
 
-def _arches(backend: Backend, known: Collection[str]) -> list[str]:
-    """Architectures of ``known`` on which ``backend`` passes its ARCH requirements."""
-    from ..eligibility import Request
-    from ..presets import presets
+_OF_PRESETS: Final = {
+    Code.KEY_BITS, Code.VALUE_BITS, Code.ROTATED_VALUES, Code.SKETCH, Code.VALUE_GROUP, Code.NORM_CORRECTION
+}  # fmt: skip
 
-    some = next(iter(presets().values()))
-    layer = LayerSpec(0, 1, 1, 128)
-    found = []
-    for arch in known:
-        request = Request(layer, Target("", arch), some, 16)
-        if all(r.check(request) is None for r in backend.requires if r.code is Code.ARCH):
-            found.append(arch)
-    return found
+
+def _accepts(backend: Backend, code: Code, value: Any, among: Collection[Code] = ()) -> bool:
+    """True if with that value of ``code`` some bundled preset passes all requirements of it and of ``among``."""
+    looked_at = {code, *among}
+    for preset in presets().values():
+        request = Request(LayerSpec(0, 1, 1, 128), Target("", "cpu"), preset, 16)
+        try:
+            changed = request.with_value(code, value)
+        except SpecError:  # no such preset
+            continue
+        if all(r.check(changed) is None for r in backend.requires if r.code in looked_at):
+            return True
+    return False
+
+
+def _option(option: Option) -> Document:
+    """Who serves an option: those that declare its code, or all, where it works around the kernels."""
+    code = option.code
+    serving = [
+        b.name for b in backends() if b.ready and (code is None or _accepts(b, code, True, _OF_PRESETS))
+    ]
+    return {
+        "option": option.written,
+        "what": option.what,
+        "how": "merged by lse, around the kernels" if code is None else "in the kernels",
+        "backends": serving,
+        "layer": [{"code": str(r.code), "wants": r.explain()} for r in option.layer],
+    }
 
 
 def support_document(targets: Mapping[str, Target]) -> Document:
@@ -304,7 +325,7 @@ def support_document(targets: Mapping[str, Target]) -> Document:
                 "automatic": backend.automatic,
                 "ready": backend.ready,
                 "description": backend.description,
-                "targets": _arches(backend, targets),
+                "targets": [arch for arch in targets if _accepts(backend, Code.ARCH, arch)],
                 "requires": [{"code": str(r.code), "wants": r.explain()} for r in backend.requires],
             }
         )
@@ -323,6 +344,7 @@ def support_document(targets: Mapping[str, Target]) -> Document:
             for t in targets.values()
         ],
         "backends": found,
+        "options": [_option(option) for option in OPTIONS],
         "exit": 0,
     }
 

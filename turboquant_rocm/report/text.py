@@ -248,6 +248,18 @@ def _support(doc: Document) -> Iterator[Table]:
             state += " Never chosen unless asked for."
         yield (f"{backend['backend']}: {backend['description']}.{state}", ["check", "wants"], rows)
     rows = [
+        [
+            option["option"],
+            option["what"],
+            option["how"],
+            ", ".join(option["backends"]),
+            ", ".join(f"{need['code']}: {need['wants']}" for need in option["layer"]),
+        ]
+        for option in doc["options"]
+    ]
+    header = ["option", "what it does", "how", "backends", "layers that it needs"]
+    yield ("Options for accuracy, behind a preset's name", header, rows)
+    rows = [
         [f["arch"], f["name"], str(f["wave_size"]), amount(f["lds_bytes"]), f["fp8_format"] or "emulated"]
         for f in doc["facts"]
     ]
