@@ -18,6 +18,7 @@ from turboquant_rocm.integrations import vllm as plugin
 from turboquant_rocm.integrations.vllm import ENVIRONMENT_VARIABLES, Settings, version_problem
 from turboquant_rocm.integrations.vllm.batch import split
 from turboquant_rocm.integrations.vllm.blocks import block_stride
+from turboquant_rocm.spec import Dtype
 
 torch = pytest.importorskip("torch")
 serving = importlib.import_module("turboquant_rocm.integrations.vllm.serving")
@@ -282,6 +283,20 @@ def test_interpreted_kernels_want_the_interpreter(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(SpecError, match="TRITON_INTERPRET"):
         serving.serving_target(Settings(cpu="interpret"))
+
+
+def test_what_the_interpreter_computes_wrongly_is_refused():
+    """tests/interpreter_repair.py lists its faults; a server has no such repair."""
+    interpret = Settings(cpu="interpret")
+
+    def codes(dtype: str, preset: str, settings: Settings) -> list[str]:
+        return [x.code for x in serving.interpreter_faults(Dtype(dtype), preset, settings)]
+
+    assert codes("bf16", "turboquant_k8v4", interpret) == ["dtype", "kv_cache_dtype"]
+    assert codes("bf16", "turboquant_4bit_nc", interpret) == ["dtype"]
+    assert codes("fp16", "turboquant_3bit_nc", interpret) == []
+    assert codes("bf16", "turboquant_k8v4", Settings(cpu="reference")) == []
+    assert codes("bf16", "turboquant_k8v4", Settings()) == []
 
 
 def test_the_cache_dtypes_of_the_server_are_presets():

@@ -305,6 +305,26 @@ def test_tensor_parallel_ranks_serve_their_local_heads(tmp_path: Path):
     assert difference(whole, found) <= OTHER_ROUTE
 
 
+def test_the_interpreted_triton_kernels_serve_what_the_reference_does(tmp_path: Path):
+    """One packed layer, since the interpreter takes seconds for each: multi-query decode, then single tokens."""
+    batches = [{"prompts": [prompt(0, 6)], "max_tokens": 3}]
+    options = {
+        "dtype": "float16", "packed_rows": 6, "max_model_len": 64,
+        "kv_cache_dtype_skip_layers": [str(i) for i in range(LAYERS) if i != LAYERS // 2],
+    }  # fmt: skip
+    environ = {"TURBOQUANT_ROCM_VLLM_CPU": "interpret", "TRITON_INTERPRET": "1"}
+    plain = run_engine(tmp_path, PRESET, batches, **options)
+    found = run_engine(tmp_path, PRESET, batches, environ=environ, **options)
+    assert [x["backend"] for x in plain["layers"].values() if x["impl"] == OURS] == ["torch_reference"]
+    assert [x["backend"] for x in found["layers"].values() if x["impl"] == OURS] == ["triton_soa"]
+    (a,), (b,) = plain["batches"], found["batches"]
+    assert a["routes"] == b["routes"] == [[["decode", 6, 0]], [["decode", 1, 6]], [["decode", 1, 7]]]
+    values = difference(a["outputs"][0], b["outputs"][0])
+    print("reference and interpreted kernels:", values)
+    assert a["outputs"][0]["tokens"] == b["outputs"][0]["tokens"]
+    assert values <= SAME_ROUTE
+
+
 @pytest.mark.parametrize(
     ("environ", "options", "told"),
     [
@@ -324,8 +344,13 @@ def test_tensor_parallel_ranks_serve_their_local_heads(tmp_path: Path):
             ["torch_reference: policy=not required (wants triton_soa)"],
         ),
         ({}, {"block_size": 8}, ["block_size not supported"]),
+        (
+            {"TURBOQUANT_ROCM_VLLM_CPU": "interpret", "TRITON_INTERPRET": "1"},
+            {"dtype": "bfloat16"},
+            ["dtype=bf16 (wants fp16: Triton's interpreter"],
+        ),
     ],
-    ids=["no platform", "left in charge", "required backend", "block size"],
+    ids=["no platform", "left in charge", "required backend", "block size", "interpreted bf16"],
 )
 def test_what_is_not_served_is_refused_at_start(
     environ: dict[str, str], options: dict[str, Any], told: list[str], tmp_path: Path

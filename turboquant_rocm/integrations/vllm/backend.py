@@ -42,6 +42,7 @@ from .serving import (
     ServerCode,
     Unsupported,
     UnsupportedError,
+    interpreter_faults,
     layer_spec,
     model_dtype,
     refused_layers,
@@ -308,8 +309,10 @@ class TurboQuantImpl(AttentionImpl[BatchMetadata]):
             for name, value in options.items()
             if value is not None and value is not False
         ]
+        settings = Settings.from_environment()
+        problems += interpreter_faults(spec.dtype, kv_cache_dtype, settings)
         # Block sizes are not final yet. One that every backend takes leaves what the layer itself lacks.
-        question, policy = request(spec, kv_cache_dtype, BLOCK_STEP, Settings.from_environment())
+        question, policy = request(spec, kv_cache_dtype, BLOCK_STEP, settings)
         try:
             resolve(question, policy)
         except IneligibleError as error:

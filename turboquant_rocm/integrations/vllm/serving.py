@@ -47,6 +47,8 @@ class ServerCode(StrEnum):
     CAUSAL = "causal"
     OUTPUT_QUANTIZATION = "output_quantization"
     BACKEND = "backend"
+    DTYPE = "dtype"
+    CACHE_DTYPE = "kv_cache_dtype"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,19 @@ def _target(cpu: str, device: int) -> Target:
     if cpu:
         return replace(get_target("cpu"), local=True)
     return detect(device)
+
+
+def interpreter_faults(dtype: Dtype, preset: str, settings: Settings) -> list[Unsupported]:
+    """What Triton's interpreter would compute wrongly, without an error: bf16 and FP8, as seen in 3.6 and 3.9."""
+    found: list[Unsupported] = []
+    if settings.cpu == "interpret":
+        if dtype is Dtype.BF16:
+            wants = "fp16: Triton's interpreter computes wrongly in bf16"
+            found.append(Unsupported(ServerCode.DTYPE, dtype, wants))
+        if get_preset(preset).fp8_keys:
+            wants = "keys on a codebook: Triton's interpreter converts to FP8 wrongly"
+            found.append(Unsupported(ServerCode.CACHE_DTYPE, preset, wants))
+    return found
 
 
 def serving_target(settings: Settings) -> Target:
