@@ -28,7 +28,7 @@ ARCHES = ("gfx942", "gfx950", "sm_80", "sm_90")
 _TYPES = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.uint8: "*u8", torch.int32: "*i32",
 }  # fmt: skip
-_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
+_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg", "launch_pdl")
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from turboquant_rocm.backends._triton.device import (
     table_bytes,
     value_pairs,
     value_steps,
+    value_words,
 )
 from turboquant_rocm.backends._triton.tile import byte_table, centroid_table
 
@@ -110,7 +111,8 @@ def byte_twins_kernel(
         else:
             a, b = table_bytes(spread3(word), TABLE[2 * p], TABLE[2 * p + 1], TARGET)
             _store_bytes(bytes_ptr, at, a, b, False)
-    pairs = value_pairs(word, word ^ 0x5A5A5A5A, BITS, TARGET)
+    low, high = value_words(word, word ^ 0x5A5A5A5A, BITS, TARGET)
+    pairs = value_pairs(low, high, BITS, TARGET)
     for k in tl.static_range(8):
         low, high = halves(pairs[k])
         tl.store(values_ptr + i * 16 + 2 * k, ((low.to(tl.float32) - 1024) / STEPS[k]).to(tl.float16))

@@ -11,8 +11,8 @@ Tile of T tokens, all in registers of one warp or wave:
   of the operand, and the dims of the query are permuted (prepare.py) to the order in which codes come out.
 * S[T, N] = sum over units of K_u[T, k] Q_u[k, N], fp32. The key norm, or the norm correction, multiplies S once per
   token; scale, log2(e) and the query's own exponent multiply it once per column.
-* P[T, N] = exp2(S - max) in fp32; then fp16(P * value scale * r) for the value product, where r = 2^14 / (largest
-  value scale so far) keeps it a normal fp16 number whatever the scales are.
+* P[T, N] = exp2(S - max) in fp32; then fp16(P * value scale * r) for the value product, where r = 2^14 / (power of two
+  above the largest value scale so far) keeps it a normal fp16 number whatever the scales are.
 * V words: a lane owns some codes of pairs of neighbouring tokens. Decoded as code - middle they are the left operand
   [rows, T] of O[rows, N] += V[rows, T] P[T, N]; the middle values (zero + middle * scale) are one row sum in fp32,
   added to the accumulator at the end. Centred codes matter: matrix units truncate their sums, and an offset as large
@@ -48,7 +48,10 @@ from .device import (
     centroid_pairs3,
     centroid_pairs4,
     fp8_pairs,
+    fp8_unpack,
     funnel,
+    gdc_launch_dependents,
+    gdc_wait,
     halves,
     quarters,
     spread3,
@@ -62,8 +65,7 @@ __all__ = ["decode_kernel"]
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
-_P_MAX = tl.constexpr(16384.0)  # where fp16(P * scale * r) ends
-_LEAST_SCALE = tl.constexpr(2.0**-24)  # smallest positive fp16
+_P_LOG2 = tl.constexpr(14)  # log2 of where fp16(P * scale * r) ends
 _CENTROID_EPS = tl.constexpr(1e-16)
 
 
@@ -105,14 +107,14 @@ def _count_along(
 
 @triton.jit
 def _spread(
-    scalars,  # tuple of COUNT scalars
+    scalars,  # tuple of COUNT scalars: integers or pointers
     index,  # tile, 0 to COUNT - 1
     COUNT: tl.constexpr,
 ):
     """scalars[index]; where ``index`` is known per register this is free."""
-    out = tl.full(index.shape, 0, tl.int64) + scalars[0]
+    out = scalars[0] + tl.zeros(index.shape, tl.int32)
     for i in tl.static_range(1, COUNT):
-        out = tl.where(index == i, scalars[i], out)
+        out = tl.where(index == i, scalars[i] + tl.zeros(index.shape, tl.int32), out)
     return out
 
 
@@ -139,9 +141,9 @@ def _split_words(
 
 @triton.jit
 def _load_words(
-    words_ptr,  # int32
-    start,  # [A, B, C] int64 start of the row; in words where VEC > 0, else in bytes
+    at_ptr,  # [A, B, C] pointers to bytes: the rows, or with VEC = 0 the aligned word in which a lane's run begins
     lane,  # [A, B, C] int32, which part of the row
+    behind,  # [A, B, C] int32, VEC = 0: bytes from that word to the run, 0 to 3
     A: tl.constexpr,
     B: tl.constexpr,
     C: tl.constexpr,
@@ -159,17 +161,17 @@ def _load_words(
         WORDS: tl.constexpr = NBYTES // 4
         for chunk in tl.static_range(UNITS // VEC):
             first = (chunk * LANES + lane) * VEC
+            row_ptr = at_ptr + first * 4
             if VEC == 1:
-                at = tl.max_contiguous(
-                    words_ptr + (start + first), (1, 1, 1)
-                )  # a word per lane, whoever is next
+                # a word per lane, whoever is next
+                at = tl.max_contiguous(row_ptr.to(tl.pointer_type(tl.int32)), (1, 1, 1))
                 if (chunk + 1) * LANES > WORDS:
                     out = out + (tl.load(at, first < WORDS, 0),)
                 else:
                     out = out + (tl.load(at),)
             else:
                 i = tl.arange(0, VEC)[None, None, None, :]
-                at = words_ptr + (start[:, :, :, None] + (first[:, :, :, None] + i))
+                at = (row_ptr[:, :, :, None] + 4 * i).to(tl.pointer_type(tl.int32))
                 at = tl.max_contiguous(tl.multiple_of(at, (1, 1, 1, 4 * VEC)), (1, 1, 1, VEC))
                 if (chunk + 1) * LANES * VEC > WORDS:
                     words = tl.load(at, (first[:, :, :, None] + i) < WORDS, 0)
@@ -179,11 +181,9 @@ def _load_words(
     else:
         RUN: tl.constexpr = UNITS * UNIT * BITS // 8  # bytes that a lane owns
         COUNT: tl.constexpr = TILE[7]
-        start = start + lane * RUN
-        first = start >> 2
-        left = tl.minimum(NBYTES - lane * RUN, RUN) + (start & 3).to(tl.int32)  # bytes to the end of the run
+        left = tl.minimum(NBYTES - lane * RUN, RUN) + behind  # bytes to the end of the run
         for k in tl.static_range(COUNT):
-            at = tl.max_contiguous(words_ptr + (first + k), (1, 1, 1))
+            at = tl.max_contiguous((at_ptr + 4 * k).to(tl.pointer_type(tl.int32)), (1, 1, 1))
             if NBYTES < RUN * LANES or 4 * k >= RUN:
                 out = out + (tl.load(at, left > 4 * k, 0),)
             else:
@@ -194,8 +194,7 @@ def _load_words(
 @triton.jit
 def _units(
     words,  # tuple, from _load_words
-    start,  # the same rows
-    lane,
+    behind,  # as there
     TILE: tl.constexpr,
     TARGET: tl.constexpr,
 ):
@@ -205,13 +204,12 @@ def _units(
     VEC: tl.constexpr = TILE[4]
     units = words
     if VEC == 0:
-        RUN: tl.constexpr = UNITS * TILE[2] * BITS // 8
         SLACK: tl.constexpr = TILE[5]
         COUNT: tl.constexpr = TILE[7]
         stream = words
         if SLACK > 0:
             stream = ()
-            shift = (((start & 3).to(tl.int32) + lane * RUN) & 3) * 8
+            shift = behind * 8
             for k in tl.static_range(COUNT):
                 if k + 1 < COUNT:
                     stream = stream + (funnel(words[k], words[k + 1], shift, TARGET),)
@@ -277,7 +275,7 @@ def _byte_operand(
 @triton.jit
 def _byte_scores(
     k_units,  # tuple of KUNITS packed units
-    upper,  # tuple of [32, N] int8: the query is 256 * upper + lower
+    upper,  # tuple of [32, N] int8: the query is 128 * upper + lower
     lower,
     T: tl.constexpr,
     N: tl.constexpr,
@@ -297,8 +295,7 @@ def _byte_scores(
     unit adds them up.
     """
     by_upper = tl.zeros((T, N), tl.int32)
-    by_lower = tl.zeros((T, N), tl.int32)
-    fine = tl.zeros((T, N), tl.int32)
+    rest = tl.zeros((T, N), tl.int32)  # 1/128 of these: lower * plane 0, upper * plane 1
     HALVES: tl.constexpr = 2 if BITS == 4 else 1
     for u in tl.static_range(KUNITS):
         if BITS == 4:
@@ -309,17 +306,14 @@ def _byte_scores(
             words = table_bytes(selects[i], TABLE[2 * i], TABLE[2 * i + 1], TARGET)
             keys = _byte_operand(words, T, KWIDTH, BLOCK, ROW, LANE)
             by_upper = tl.dot(keys, upper[u], by_upper, out_dtype=tl.int32)
-            by_lower = tl.dot(keys, lower[u], by_lower, out_dtype=tl.int32)
+            rest = tl.dot(keys, lower[u], rest, out_dtype=tl.int32)
             if PLANES == 2:
                 words = table_bytes(
                     selects[i], TABLE[2 * HALVES + 2 * i], TABLE[2 * HALVES + 2 * i + 1], TARGET
                 )
                 keys = _byte_operand(words, T, KWIDTH, BLOCK, ROW, LANE)
-                fine = tl.dot(keys, upper[u], fine, out_dtype=tl.int32)
-    scores = by_upper * 256 + by_lower
-    if PLANES == 2:
-        scores += fine * 2
-    return scores
+                rest = tl.dot(keys, upper[u], rest, out_dtype=tl.int32)
+    return by_upper * 128 + rest
 
 
 @triton.jit
@@ -332,11 +326,15 @@ def _key_operand(
     BLOCK: tl.constexpr,  # which dimension counts blocks of rows, rows of a block, lanes of a row
     ROW: tl.constexpr,
     LANE: tl.constexpr,
+    FP8_UNPACK: tl.constexpr,
     TARGET: tl.constexpr,
 ):
     """One unit decoded to the operand [T, k] fp16, k = 32 (or 16 for FP8), columns as in KeyTile.dims."""
     if BITS == 8:
-        a, b = fp8_pairs(unit, TARGET)
+        if FP8_UNPACK:
+            a, b = fp8_unpack(unit)
+        else:
+            a, b = fp8_pairs(unit, TARGET)
         a0, a1 = halves(a)
         b0, b1 = halves(b)
         x = tl.join(tl.join(a0, a1), tl.join(b0, b1))  # [., ., ., half, pair]
@@ -515,6 +513,14 @@ def _value_operand(
 
 
 @triton.jit
+def _power_of_2(
+    exponent,  # int32, -126 to 127
+):
+    """2^exponent, fp32."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _sum_tokens(
     x,  # [T, N] fp32
     T: tl.constexpr,
@@ -571,28 +577,42 @@ def _page_ids(
 
 
 @triton.jit
-def _field_offsets(
-    pages,
+def _blocks(
+    base_ptr,  # to bytes
+    pages,  # tuple of COUNT scalars
+    BLOCK_STRIDE: tl.constexpr,  # bytes
+    COUNT: tl.constexpr,
+):
+    """Where the block of every group of a tile starts, pointers to bytes. All that is read of a group is addressed from
+    here, with offsets that mostly do not change from tile to tile."""
+    out = ()
+    for i in tl.static_range(COUNT):
+        out = out + (base_ptr + pages[i].to(tl.int64) * BLOCK_STRIDE,)
+    return out
+
+
+@triton.jit
+def _within(
     token,
     last_group,
-    FIELD: tl.constexpr,  # (base, token stride, head stride, block stride), in units of the field
-    head,
+    group,  # tile: which group of the tile
     BLOCK_SIZE: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """Offset of the first token of every group in a field, a tuple of int64 scalars."""
-    out = ()
-    for i in tl.static_range(COUNT):
-        group = tl.minimum(token + 16 * i, last_group)
-        within = (group % BLOCK_SIZE) * FIELD[1] + head * FIELD[2] + FIELD[0]
-        out = out + (pages[i].to(tl.int64) * FIELD[3] + within,)
+    """Number in its block of the first token of the group. Blocks of one group: 0."""
+    if BLOCK_SIZE == 16:
+        out = tl.zeros(group.shape, tl.int32)
+    else:
+        first = ()
+        for i in tl.static_range(COUNT):
+            first = first + (tl.minimum(token + 16 * i, last_group) % BLOCK_SIZE,)
+        out = _spread(first, group, COUNT)
     return out
 
 
 @triton.jit
 def _load_meta(
-    cache_ptr,
-    pages,
+    blocks,  # tuple of pointers
     token,
     last_group,
     low,  # first and past-the-end token that any column sees
@@ -605,73 +625,122 @@ def _load_meta(
     """An fp16 field of the tile's tokens, [T]; 0 for tokens that no column sees."""
     COUNT: tl.constexpr = T // 16
     t = tl.arange(0, T)
-    base = _spread(_field_offsets(pages, token, last_group, FIELD, head, BLOCK_SIZE, COUNT), t // 16, COUNT)
-    at = cache_ptr.to(tl.pointer_type(tl.float16)) + (base + (t % 16) * FIELD[1])
+    within = t % 16 + _within(token, last_group, t // 16, BLOCK_SIZE, COUNT)
+    at = _spread(blocks, t // 16, COUNT) + (FIELD[0] + head * FIELD[2] + within * FIELD[1])
     seen = (token + t >= low) & (token + t < high)
-    return tl.load(at, seen, 0.0)
+    return tl.load(at.to(tl.pointer_type(tl.float16)), seen, 0.0)
 
 
 @triton.jit
-def _row_starts(
+def _behind(
     pages,
-    token,
-    last_group,
-    FIELD: tl.constexpr,
     head,
+    shift,  # bytes from the aligned address before the cache to the cache
     group,  # tile: which group of the tile
     row,  # tile: which token of the group
-    BLOCK_SIZE: tl.constexpr,
-    COUNT: tl.constexpr,
+    lane,
+    TILE: tl.constexpr,  # RowTile.constants
+    FIELD: tl.constexpr,
+    T: tl.constexpr,
 ):
-    """Where the rows of a tile start in a field, int64."""
-    base = _field_offsets(pages, token, last_group, FIELD, head, BLOCK_SIZE, COUNT)
-    return _spread(base, group, COUNT) + row * FIELD[1]
+    """How far behind an aligned word a lane's run begins, in bytes, 0 to 3. Where the table says it is never, 0."""
+    if TILE[4] > 0 or TILE[5] == 0:
+        out = tl.zeros(row.shape, tl.int32)
+    else:
+        RUN: tl.constexpr = TILE[3] * TILE[2] * TILE[0] // 8
+        start = shift + FIELD[0] + head * FIELD[2] + row * FIELD[1] + lane * RUN
+        if FIELD[3] % 4 != 0:  # blocks start at any even address
+            odd = ()
+            for i in tl.static_range(T // 16):
+                odd = odd + ((pages[i] & 3) * (FIELD[3] % 4),)
+            start += _spread(odd, group, T // 16)
+        out = start & 3
+    return out
+
+
+@triton.jit
+def _load_rows(
+    blocks,
+    token,
+    last_group,
+    head,
+    group,
+    row,
+    lane,
+    behind,  # from _behind
+    A: tl.constexpr,
+    B: tl.constexpr,
+    C: tl.constexpr,
+    T: tl.constexpr,
+    TILE: tl.constexpr,
+    FIELD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Words of one row per lane: token ``row`` of group ``group`` of the tile."""
+    within = row + _within(token, last_group, group, BLOCK_SIZE, T // 16)
+    offset = FIELD[0] + head * FIELD[2] + within * FIELD[1]
+    if TILE[4] == 0:
+        RUN: tl.constexpr = TILE[3] * TILE[2] * TILE[0] // 8
+        offset += lane * RUN - behind
+    return _load_words(_spread(blocks, group, T // 16) + offset, lane, behind, A, B, C, TILE)
 
 
 @triton.jit
 def _load_keys(
-    cache_ptr, words_ptr, pages, token, last_group, begin, end, head,
-    shift,  # bytes from words_ptr to the cache
-    k_group, k_row, k_lane,
-    KA: tl.constexpr, KB: tl.constexpr, KC: tl.constexpr,
+    blocks, token, last_group, begin, end, head,
+    group, row, lane, behind,
+    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
     T: tl.constexpr,
-    KEY: tl.constexpr,
-    KEY_DATA: tl.constexpr,
-    KEY_NORM: tl.constexpr,
+    TILE: tl.constexpr,
+    DATA: tl.constexpr,
+    NORM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Everything of the keys of a tile that is read from the cache: words (, norm)."""
-    start = _row_starts(pages, token, last_group, KEY_DATA, head, k_group, k_row, BLOCK_SIZE, T // 16) + shift
-    out = _load_words(words_ptr, start, k_lane, KA, KB, KC, KEY)
-    if KEY[0] != 8:
-        norm = _load_meta(cache_ptr, pages, token, last_group, begin, end, KEY_NORM, head, BLOCK_SIZE, T)
-        out = out + (norm,)
+    out = _load_rows(
+        blocks, token, last_group, head, group, row, lane, behind, A, B, C, T, TILE, DATA, BLOCK_SIZE
+    )
+    if TILE[0] != 8:
+        out = out + (_load_meta(blocks, token, last_group, begin, end, NORM, head, BLOCK_SIZE, T),)
     return out
 
 
 @triton.jit
 def _load_values(
-    cache_ptr, words_ptr, pages, token, last_group, begin, end, head,
-    shift,
-    v_group, v_token, v_lane,
-    VA: tl.constexpr, VB: tl.constexpr, VC: tl.constexpr,
+    blocks, token, last_group, begin, end, head,
+    group, row, lane,
+    behinds,  # tuple of RUNS
+    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
     T: tl.constexpr,
-    VALUE: tl.constexpr,
-    VALUE_DATA: tl.constexpr,
-    VALUE_SCALE: tl.constexpr,
-    VALUE_ZERO: tl.constexpr,
+    TILE: tl.constexpr,
+    DATA: tl.constexpr,
+    SCALE: tl.constexpr,
+    ZERO: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     RUNS: tl.constexpr,
 ):  # fmt: skip
     """Everything of the values of a tile that is read from the cache: RUNS times words, scale, zero."""
-    start = (
-        _row_starts(pages, token, last_group, VALUE_DATA, head, v_group, v_token, BLOCK_SIZE, T // 16) + shift
-    )
     out = ()
     for i in tl.static_range(RUNS):
-        out = out + _load_words(words_ptr, start + i * VALUE_DATA[1], v_lane, VA, VB, VC, VALUE)
-    scale = _load_meta(cache_ptr, pages, token, last_group, begin, end, VALUE_SCALE, head, BLOCK_SIZE, T)
-    zero = _load_meta(cache_ptr, pages, token, last_group, begin, end, VALUE_ZERO, head, BLOCK_SIZE, T)
+        out = out + _load_rows(
+            blocks,
+            token,
+            last_group,
+            head,
+            group,
+            row + i,
+            lane,
+            behinds[i],
+            A,
+            B,
+            C,
+            T,
+            TILE,
+            DATA,
+            BLOCK_SIZE,
+        )
+    scale = _load_meta(blocks, token, last_group, begin, end, SCALE, head, BLOCK_SIZE, T)
+    zero = _load_meta(blocks, token, last_group, begin, end, ZERO, head, BLOCK_SIZE, T)
     return out + (scale, zero)
 
 
@@ -723,9 +792,9 @@ def decode_kernel(
     T: tl.constexpr,  # tokens of a tile
     KEY: tl.constexpr,  # RowTile.constants in tile.py
     VALUE: tl.constexpr,
-    KEY_DATA: tl.constexpr,  # (base, token stride, head stride, block stride), in words or bytes
+    KEY_DATA: tl.constexpr,  # (base, token stride, head stride, block stride), bytes
     VALUE_DATA: tl.constexpr,
-    KEY_NORM: tl.constexpr,  # the same in fp16 elements
+    KEY_NORM: tl.constexpr,
     VALUE_SCALE: tl.constexpr,
     VALUE_ZERO: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -736,6 +805,7 @@ def decode_kernel(
     NORM_CORRECTION: tl.constexpr,
     PLANES: tl.constexpr,  # centroids as that many int8 numbers, queries as two; 0: both as fp16
     BYTE_OFFSET: tl.constexpr,  # what the planes of a centroid leave out
+    FP8_UNPACK: tl.constexpr,  # this target's conversion instruction, see device.fp8_unpack
     KWIDTH: tl.constexpr,  # consecutive columns of an operand in a lane
     RUNS: tl.constexpr,  # neighbouring tokens of a value operand in a lane
     LANE_FIRST: tl.constexpr,  # lanes of a row are far apart (AMD), not neighbours (NVIDIA)
@@ -748,6 +818,7 @@ def decode_kernel(
     SINKS: tl.constexpr,
     DIRECT: tl.constexpr,
     WRITE_LSE: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch, see ops.py
     TARGET: tl.constexpr,
 ):
     GROUPS: tl.constexpr = T // 16
@@ -755,8 +826,7 @@ def decode_kernel(
     VUNITS: tl.constexpr = VALUE[3]
     KWORDS: tl.constexpr = KEY[7]
     VWORDS: tl.constexpr = VALUE[7]
-    ODD_BLOCKS: tl.constexpr = KEY[4] == 0 and KEY_DATA[3] % 4 != 0  # blocks start at any even address
-    tl.static_assert(not (ODD_BLOCKS and PREFETCH))
+    tl.static_assert(not PREFETCH or KEY_DATA[3] % 4 == 0)  # where blocks start would have to be kept as well
     KL: tl.constexpr = KEY[1]
     VL: tl.constexpr = VALUE[1]
     KSPAN: tl.constexpr = KEY[1] * KEY[2]
@@ -804,34 +874,6 @@ def decode_kernel(
             tl.store(lse_ptr + row * splits + split, float("-inf"), live)
             return
 
-    column_scale = tl.load(query_scale_ptr + row, live, 0.0) * scale_log2
-    k_index = tl.arange(0, KSPAN)
-    queries = ()
-    lower = ()
-    if PLANES > 0:
-        query_sum = tl.zeros((N,), tl.int32)
-        lower_sum = tl.zeros((N,), tl.int32)
-        for u in tl.static_range(KUNITS):
-            at = (
-                query_ptr.to(tl.pointer_type(tl.int8))
-                + row[None, :] * (2 * KP)
-                + (u * KSPAN + k_index)[:, None]
-            )
-            high8 = tl.load(at, live[None, :], 0)  # [KSPAN, N]
-            low8 = tl.load(at + KP, live[None, :], 0)
-            query_sum += tl.sum(high8.to(tl.int32) * 256 + low8.to(tl.int32), axis=0)
-            lower_sum += tl.sum(low8.to(tl.int32), axis=0)
-            queries = queries + (high8,)
-            lower = lower + (low8,)
-        left_out = query_sum.to(tl.float32) * BYTE_OFFSET
-        if PLANES == 2:  # lower * plane 1, as if that were its mean
-            left_out += lower_sum.to(tl.float32) * (63.5 / 128)
-        column_offset = left_out * column_scale
-    else:
-        for u in tl.static_range(KUNITS):
-            at = query_ptr + row[None, :] * KP + (u * KSPAN + k_index)[:, None]
-            queries = queries + (tl.load(at, live[None, :], 0.0),)  # [KSPAN, N]
-
     # Which token and which part of its row each lane reads. Lanes are dealt out over the dimensions of a tile in
     # the order in which this compiler fills them: the last one first, or with ASCENDING the first one first.
     KROWS: tl.constexpr = 16 if LANE_FIRST else 8  # rows of a block
@@ -862,17 +904,16 @@ def decode_kernel(
     largest = tl.full((N,), float("-inf"), tl.float32)  # running maximum of the scores
     weight = tl.zeros((PARTS, N), tl.float32)  # sum of P
     offset = tl.zeros((PARTS, N), tl.float32)  # sum of P * middle value
-    scale_max = tl.full((), _LEAST_SCALE, tl.float32)  # running maximum of the value scales
+    scale_top = tl.full(
+        (), 0, tl.int32
+    )  # running maximum of the fp16 exponents of value scales: they are < 2^(top - 14)
     acc = ()
     for u in tl.static_range(VUNITS):  # noqa: B007
         acc = acc + (tl.zeros((ROWS, N), tl.float32),)
 
-    # Addresses are words past words_ptr. A cache at an odd word keeps its distance to the word before it in ``shift``.
     shift = 0
-    words_ptr = cache_ptr.to(tl.pointer_type(tl.int32))
     if CACHE_ALIGN < 4:
         shift = (cache_ptr.to(tl.int64) & 3).to(tl.int32)
-        words_ptr = (cache_ptr - shift).to(tl.pointer_type(tl.int32))
 
     table = _table(tables_ptr, KA, KB, KC, KLANE, TABLE, TABLE_WORDS, TARGET)
 
@@ -881,41 +922,80 @@ def decode_kernel(
     token = start + tile_low * T
     last_token = start + (tile_high - 1) * T  # of the last tile
     pages = _page_ids(table_ptr, token, last_group, some, BLOCK_SIZE, GROUPS)
+    # PREFETCH: where lanes' runs begin is the same for all tiles, as blocks start at multiples of 4
+    k_behind = _behind(pages, head, shift, k_group, k_row, k_lane, KEY, KEY_DATA, T)
+    v_behind = ()
+    for i in tl.static_range(RUNS):
+        v_behind = v_behind + (
+            _behind(pages, head, shift, v_group, v_token + i, v_lane, VALUE, VALUE_DATA, T),
+        )
     if PREFETCH:
+        blocks = _blocks(cache_ptr, pages, KEY_DATA[3], GROUPS)
         keys_read = _load_keys(
-            cache_ptr, words_ptr, pages, token, last_group, begin, end, head, shift, k_group, k_row, k_lane,
+            blocks, token, last_group, begin, end, head, k_group, k_row, k_lane, k_behind,
             KA, KB, KC, T, KEY, KEY_DATA, KEY_NORM, BLOCK_SIZE,
         )  # fmt: skip
         values_read = _load_values(
-            cache_ptr, words_ptr, pages, token, last_group, begin, end, head, shift, v_group, v_token, v_lane,
+            blocks, token, last_group, begin, end, head, v_group, v_token, v_lane, v_behind,
             VA, VB, VC, T, VALUE, VALUE_DATA, VALUE_SCALE, VALUE_ZERO, BLOCK_SIZE, RUNS,
         )  # fmt: skip
         pages = _page_ids(table_ptr, tl.minimum(token + T, last_token), last_group, some, BLOCK_SIZE, GROUPS)
+    if PDL:  # up to here nothing depends on the kernel before this one; it wrote the queries
+        gdc_wait()
+    column_scale = tl.load(query_scale_ptr + row, live, 0.0) * scale_log2
+    k_index = tl.arange(0, KSPAN)
+    queries = ()
+    lower = ()
+    if PLANES > 0:
+        ones = tl.full((16, KSPAN), 1, tl.int8)
+        upper_sums = tl.zeros((16, N), tl.int32)  # sixteen equal rows: the matrix unit adds up the columns
+        lower_sums = tl.zeros((16, N), tl.int32)
+        for u in tl.static_range(KUNITS):
+            at = (
+                query_ptr.to(tl.pointer_type(tl.int8))
+                + row[None, :] * (2 * KP)
+                + (u * KSPAN + k_index)[:, None]
+            )
+            at = tl.max_contiguous(tl.multiple_of(at, (16, 1)), (16, 1))
+            queries = queries + (tl.load(at, live[None, :], 0),)  # [KSPAN, N]
+            lower = lower + (tl.load(at + KP, live[None, :], 0),)
+            upper_sums = tl.dot(ones, queries[u], upper_sums, out_dtype=tl.int32)
+            lower_sums = tl.dot(ones, lower[u], lower_sums, out_dtype=tl.int32)
+        lower_sum = tl.max(lower_sums, axis=0)
+        left_out = (tl.max(upper_sums, axis=0) * 128 + lower_sum).to(tl.float32) * BYTE_OFFSET
+        if PLANES == 2:  # lower * plane 1, as if that were its mean
+            left_out += lower_sum.to(tl.float32) * (63.5 / 128)
+        column_offset = left_out * column_scale
+    else:
+        for u in tl.static_range(KUNITS):
+            at = query_ptr + row[None, :] * KP + (u * KSPAN + k_index)[:, None]
+            queries = queries + (tl.load(at, live[None, :], 0.0),)  # [KSPAN, N]
+
     for _tile in range(tile_low, tile_high):
-        # With PREFETCH ``pages`` are those of the next tile, whose keys are read as soon as this tile's have been
-        # decoded, and its values likewise: no tile is held twice. Else ``pages`` are this tile's.
+        # With PREFETCH ``pages`` are those of the next tile, which is read as soon as this one's words have left their
+        # registers: no tile is held twice. Else ``pages`` are this tile's.
         next_token = tl.minimum(token + T, last_token)
         if PREFETCH:
             k_tile = keys_read
             v_tile = values_read
         else:
+            blocks = _blocks(cache_ptr, pages, KEY_DATA[3], GROUPS)
+            if KEY_DATA[3] % 4 != 0:
+                k_behind = _behind(pages, head, shift, k_group, k_row, k_lane, KEY, KEY_DATA, T)
+                v_behind = ()
+                for i in tl.static_range(RUNS):
+                    v_behind = v_behind + (
+                        _behind(pages, head, shift, v_group, v_token + i, v_lane, VALUE, VALUE_DATA, T),
+                    )
             k_tile = _load_keys(
-                cache_ptr, words_ptr, pages, token, last_group, begin, end, head, shift, k_group, k_row, k_lane,
+                blocks, token, last_group, begin, end, head, k_group, k_row, k_lane, k_behind,
                 KA, KB, KC, T, KEY, KEY_DATA, KEY_NORM, BLOCK_SIZE,
             )  # fmt: skip
             v_tile = _load_values(
-                cache_ptr, words_ptr, pages, token, last_group, begin, end, head, shift, v_group, v_token, v_lane,
+                blocks, token, last_group, begin, end, head, v_group, v_token, v_lane, v_behind,
                 VA, VB, VC, T, VALUE, VALUE_DATA, VALUE_SCALE, VALUE_ZERO, BLOCK_SIZE, RUNS,
             )  # fmt: skip
-        if ODD_BLOCKS:
-            k_at = _row_starts(pages, token, last_group, KEY_DATA, head, k_group, k_row, BLOCK_SIZE, GROUPS)
-            v_at = _row_starts(
-                pages, token, last_group, VALUE_DATA, head, v_group, v_token, BLOCK_SIZE, GROUPS
-            )
-        else:  # rows start at multiples of 4 but for these terms, so they say how far words must be shifted
-            k_at = KEY_DATA[0] + head * KEY_DATA[2] + k_row * KEY_DATA[1]
-            v_at = VALUE_DATA[0] + head * VALUE_DATA[2] + v_token * VALUE_DATA[1]
-        k_units = _units(_slice(k_tile, 0, KWORDS), k_at + shift, k_lane, KEY, TARGET)
+        k_units = _units(_slice(k_tile, 0, KWORDS), k_behind, KEY, TARGET)
 
         if PLANES > 0:
             sums = _byte_scores(
@@ -938,7 +1018,9 @@ def decode_kernel(
             scores = tl.zeros((T, N), tl.float32)
             squares = tl.zeros((T, 8), tl.float32)
             for u in tl.static_range(KUNITS):
-                keys = _key_operand(k_units[u], T, KEY[0], table, KWIDTH, SLOW, KROW, KLANE, TARGET)
+                keys = _key_operand(
+                    k_units[u], T, KEY[0], table, KWIDTH, SLOW, KROW, KLANE, FP8_UNPACK, TARGET
+                )
                 scores = tl.dot(keys, queries[u], scores)
                 if NORM_CORRECTION:
                     ones = _real_columns(u, KEY[1], KEY[2], KEY[3], KEY[4], KEY[6] * 8 // KEY[0], KWIDTH)
@@ -948,17 +1030,19 @@ def decode_kernel(
         v_tokens = ()
         for i in tl.static_range(RUNS):
             read = _slice(v_tile, i * VWORDS, VWORDS)
-            v_tokens = v_tokens + (_units(read, v_at + i * VALUE_DATA[1] + shift, v_lane, VALUE, TARGET),)
+            v_tokens = v_tokens + (_units(read, v_behind[i], VALUE, TARGET),)
         v_scale = v_tile[RUNS * VWORDS].to(tl.float32)
+        tile_top = tl.max(v_tile[RUNS * VWORDS].to(tl.int16, bitcast=True).to(tl.int32), axis=0) >> 10
         v_zero = v_tile[RUNS * VWORDS + 1].to(tl.float32)
         v_words = _value_words(v_tokens, VUNITS, VALUE[0], RUNS, TARGET)
         if PREFETCH:
+            blocks = _blocks(cache_ptr, pages, KEY_DATA[3], GROUPS)
             keys_read = _load_keys(
-                cache_ptr, words_ptr, pages, next_token, last_group, begin, end, head, shift, k_group, k_row, k_lane,
+                blocks, next_token, last_group, begin, end, head, k_group, k_row, k_lane, k_behind,
                 KA, KB, KC, T, KEY, KEY_DATA, KEY_NORM, BLOCK_SIZE,
             )  # fmt: skip
             values_read = _load_values(
-                cache_ptr, words_ptr, pages, next_token, last_group, begin, end, head, shift, v_group, v_token, v_lane,
+                blocks, next_token, last_group, begin, end, head, v_group, v_token, v_lane, v_behind,
                 VA, VB, VC, T, VALUE, VALUE_DATA, VALUE_SCALE, VALUE_ZERO, BLOCK_SIZE, RUNS,
             )  # fmt: skip
             pages = _page_ids(
@@ -977,10 +1061,13 @@ def decode_kernel(
             grown = tl.exp2(scores * ((1.0 / soft_cap) * (2.0 * _LOG2E)))
             scores = (1.0 - 2.0 / (1.0 + grown)) * (soft_cap * _LOG2E)
         position = token + tl.arange(0, T)
-        visible = position[:, None] < high[None, :]
-        if WINDOW:
-            visible = visible & (position[:, None] >= (high - window)[None, :])
-        scores = tl.where(visible, scores, float("-inf"))
+        if MULTI or KEY[0] == 8:
+            visible = position[:, None] < high[None, :]
+            if WINDOW:
+                visible = visible & (position[:, None] >= (high - window)[None, :])
+            scores = tl.where(visible, scores, float("-inf"))
+        else:  # every column sees the same keys; scores of the others are 0, as their norms were not loaded
+            scores += tl.where((position >= begin) & (position < end), 0.0, float("-inf"))[:, None]
 
         new_largest = tl.maximum(largest, tl.max(scores, axis=0))
         reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
@@ -990,10 +1077,10 @@ def decode_kernel(
         weight = weight * alpha[None, :] + _sum_tokens(p, T, N, LANE_FIRST)
         v_middle = v_zero + v_scale * MIDDLE  # what code MIDDLE stands for
         offset = offset * alpha[None, :] + _sum_tokens(p * v_middle[:, None], T, N, LANE_FIRST)
-        new_scale_max = tl.maximum(scale_max, tl.max(v_scale, axis=0))
-        p16 = (p * (v_scale * (1.0 / new_scale_max) * _P_MAX)[:, None]).to(tl.float16)
-        shrink = alpha * (scale_max / new_scale_max)
-        scale_max = new_scale_max
+        new_scale_top = tl.maximum(scale_top, tile_top)
+        p16 = (p * (v_scale * _power_of_2(-new_scale_top + (_P_LOG2 + 14)))[:, None]).to(tl.float16)
+        shrink = alpha * _power_of_2(scale_top - new_scale_top)
+        scale_top = new_scale_top
 
         new_acc = ()
         for u in tl.static_range(VUNITS):
@@ -1004,6 +1091,8 @@ def decode_kernel(
             pages = _page_ids(table_ptr, token + T, last_group, some, BLOCK_SIZE, GROUPS)
         token += T
 
+    if PDL and not DIRECT:
+        gdc_launch_dependents()
     total_weight = tl.sum(weight, axis=0)  # [N]
     total_offset = tl.sum(offset, axis=0)
     seen = total_weight > 0.0
@@ -1018,7 +1107,7 @@ def decode_kernel(
         norm_out = 1.0 / total_weight
     norm_out = tl.where(seen, norm_out, 0.0)
     lse = tl.where(seen, lse, float("-inf"))
-    back = norm_out * (scale_max / _P_MAX)
+    back = norm_out * _power_of_2(scale_top - (_P_LOG2 + 14))
     shift = total_offset * norm_out
 
     r = tl.arange(0, ROWS)

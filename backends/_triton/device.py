@@ -7,9 +7,10 @@ instruction takes as one register, so nothing is repacked on the way. The argume
 Orders. A function that turns eight codes into four pairs does so in the order that is cheapest on its target; the
 matrix product does not care, because the query's dims are permuted the same way. ``pair_order`` says which.
 
-The FP8 decode is integer code on every target: E4M3FN bytes become fp16 numbers 2**-8 times as large, exactly,
-subnormals included, in three instructions per pair. There is no conversion instruction whose meaning differs
-between FN and FNUZ formats, none to emulate where it is missing, and no byte that becomes NaN or infinity.
+The FP8 decode is integer code but on NVIDIA from sm_89: E4M3FN bytes become fp16 numbers 2**-8 times as large, exactly,
+subnormals included, in four instructions per pair. There is no conversion instruction whose meaning differs
+between FN and FNUZ formats, none to emulate where it is missing, and no byte that becomes NaN or infinity. sm_89 has
+an instruction that unpacks a pair; its numbers are not scaled, and the two bytes that E4M3FN calls NaN become NaN.
 """
 
 from __future__ import annotations
@@ -17,13 +18,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+try:  # NVIDIA only, and only compiled where asked for
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # a Triton built without that backend
+    gdc_launch_dependents = gdc_wait = None
+
 __all__ = [
     "FP8_SCALE",
     "byte_permute",
     "centroid_pairs3",
     "centroid_pairs4",
     "fp8_pairs",
+    "fp8_unpack",
     "funnel",
+    "gdc_launch_dependents",
+    "gdc_wait",
     "halves",
     "pair_order",
     "quarters",
@@ -277,6 +286,26 @@ def centroid_pairs3(
     p0, p1 = _interleave(ha, la, TARGET)
     p2, p3 = _interleave(hb, lb, TARGET)
     return p0, p1, p2, p3
+
+
+@triton.jit
+def fp8_unpack(
+    word,  # int32: four E4M3FN bytes
+):
+    """Four FP8 numbers as two pairs, with the conversion instruction of sm_89 and later; NaN stays NaN."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high;
+        mov.b32 {low, high}, $2;
+        cvt.rn.f16x2.e4m3x2 $0, low;
+        cvt.rn.f16x2.e4m3x2 $1, high;
+        }""",
+        "=r,=r,r",
+        [word],
+        dtype=(tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit

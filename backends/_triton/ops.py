@@ -20,6 +20,7 @@ from ...spec import SpecError
 from ...tuned import choices, load_tuned
 from .decode import decode_kernel
 from .dequantize import Dequantize
+from .device import FP8_SCALE
 from .prepare import prepare_kernel
 from .reduce import reduce_kernel
 from .store import Store
@@ -152,12 +153,19 @@ class DecodePlan:
             base["value_lanes"],
             alignment(layout, "value_data", cache_alignment),
         )
+        # Programmatic dependent launch (sm_90 and later): decode starts while prepare runs, reduce while decode ends.
+        # Each waits before it reads what the one before it writes; all else was written before prepare was started,
+        # because prepare itself is launched in the order of the stream.
+        self.pdl = self.kind == "cuda" and int(target.arch.removeprefix("sm_")) >= 90
         self.planes = 0
         if base["int8_keys"] and not preset.fp8_keys and not corrects_norm(layout):
             # one plane is better than a bf16 codebook, but not than an fp16 one
             self.planes = 1 if preset.key_bits == 3 and layer.dtype == "bf16" else 2
         width = base["key_width"] * (2 if self.planes else 1)
-        self.matrix, factor = query_matrix(layout, self.key, self.kind, width, self.planes)
+        unpack = preset.fp8_keys and self.kind == "cuda" and target.fp8_format == "e4m3fn"
+        self.matrix, factor = query_matrix(
+            layout, self.key, self.kind, width, self.planes, 1.0 if unpack else FP8_SCALE
+        )
         table: tuple[int, ...] = (0,)
         square_factor, offset = 1.0, 0.0
         if self.planes:
@@ -187,6 +195,7 @@ class DecodePlan:
             "NORM_CORRECTION": corrects_norm(layout),
             "PLANES": self.planes,
             "BYTE_OFFSET": offset,
+            "FP8_UNPACK": unpack,
             "KWIDTH": width,
             "RUNS": base["token_runs"],
             "LANE_FIRST": base["lane_first"],
@@ -195,6 +204,7 @@ class DecodePlan:
             "WINDOW": layer.window is not None,
             "SOFT_CAP": layer.soft_cap is not None,
             "SINKS": layer.sinks,
+            "PDL": self.pdl,
             "TARGET": self.kind,
         }
 
@@ -216,11 +226,11 @@ class DecodePlan:
         return values | self.tuning
 
     def _field(self, name: str, size: int) -> tuple[int, int, int, int]:
-        """(base, token stride, head stride, block stride) of a field in elements of ``size`` bytes."""
+        """(base, token stride, head stride, block stride) of a field, bytes; all of them multiples of ``size``."""
         place = self.layout.place(name)
         numbers = (place.base, place.token_stride, place.head_stride, self.layout.block_stride)
         assert all(n % size == 0 for n in numbers)
-        return tuple(n // size for n in numbers)  # type: ignore[return-value]
+        return numbers
 
     def columns(self, max_query_len: int) -> int:
         """Columns of a tile: a power of two, at least the narrow side of the target's matrix instruction."""
@@ -243,6 +253,7 @@ class DecodePlan:
             "R": _ROWS_PER_PREPARE,
             # padded sizes carry masks, in scalar registers that run out: fewer dims at once
             "CHUNK": min(64, d) if d & (d - 1) == 0 else 32,
+            "PDL": self.pdl,
             "INT8": self.planes > 0,
             "num_warps": 4,
             "num_stages": 1,
@@ -260,6 +271,7 @@ class DecodePlan:
             "MULTI": multi,
             "DIRECT": direct,
             "WRITE_LSE": write_lse and direct,
+            **({"launch_pdl": True} if self.pdl else {}),
             "num_warps": choice["num_warps"],
             "num_stages": choice["num_stages"],
             "enable_fp_fusion": True,
@@ -283,6 +295,8 @@ class DecodePlan:
             "MULTI": multi,
             "SINKS": self.layer.sinks,
             "WRITE_LSE": write_lse,
+            "PDL": self.pdl,
+            **({"launch_pdl": True} if self.pdl else {}),
             "num_warps": 4 if many else 1,
             "num_stages": 1,
             "enable_fp_fusion": True,

@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .device import gdc_launch_dependents
+
 __all__ = ["prepare_kernel"]
 
 _LEAST_EXPONENT = tl.constexpr(27)  # biased: rows below 2^-100 are scaled as if they were 2^-100
@@ -38,8 +40,11 @@ def prepare_kernel(
     KP2: tl.constexpr,  # KP rounded up to a power of two
     R: tl.constexpr,
     CHUNK: tl.constexpr,
-    INT8: tl.constexpr,  # [N * Hq, 2, KP] int8 in place of fp16: 256 * upper + lower
+    PDL: tl.constexpr,
+    INT8: tl.constexpr,  # [N * Hq, 2, KP] int8 in place of fp16: 128 * upper + lower
 ):
+    if PDL:
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     inside = row < rows
     start = (row // HQ) * token_stride + (row % HQ) * head_stride
@@ -64,10 +69,10 @@ def prepare_kernel(
     if INT8:
         up = tl.where(biased == 255, float("nan"), up)  # int8 has no number that says so
         whole = tl.where(y < 0.0, y - 0.5, y + 0.5).to(tl.int32)
-        upper = (whole + 128) >> 8
+        upper = tl.minimum((whole + 64) >> 7, 127)
         at = prepared_ptr.to(tl.pointer_type(tl.int8)) + row[:, None] * (2 * KP) + column[None, :]
         tl.store(at, upper.to(tl.int8), keep)
-        tl.store(at + KP, (whole - upper * 256).to(tl.int8), keep)
+        tl.store(at + KP, (whole - upper * 128).to(tl.int8), keep)
     else:
         tl.store(prepared_ptr + row[:, None] * KP + column[None, :], y.to(tl.float16), keep)
     tl.store(scale_ptr + row, up, inside)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .device import gdc_wait
+
 __all__ = ["reduce_kernel"]
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -45,6 +47,7 @@ def reduce_kernel(
     MULTI: tl.constexpr,
     SINKS: tl.constexpr,
     WRITE_LSE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     token = row // HQ
@@ -52,6 +55,8 @@ def reduce_kernel(
     if MULTI:  # rows past the last sequence are padding
         if token >= tl.load(query_start_ptr + batch):
             return
+    if PDL:
+        gdc_wait()
     s = tl.arange(0, MAX_SPLITS)
     part = tl.load(part_lse_ptr + row * splits + s, s < splits, float("-inf"))
     largest = tl.max(part, axis=0)

@@ -277,16 +277,16 @@ def byte_table(head_size: int, bits: int, planes: int) -> ByteTable:
 
 
 def query_matrix(
-    layout: Layout, tile: KeyTile, target: str, width: int, planes: int = 0
+    layout: Layout, tile: KeyTile, target: str, width: int, planes: int = 0, fp8_scale: float = FP8_SCALE
 ) -> tuple[Any, float]:
     """(matrix [columns, D] of -1, 0 and 1, factor): permuted query = matrix @ query, times the factor in the score.
 
     The factor holds everything that is the same for all scores: 1/sqrt(D) of the rotation, and the scale of the
-    key numbers.
+    key numbers (fp8_scale: of FP8 ones).
     """
     dims = tile.dims(target, width, planes > 0)
     if layout.preset.fp8_keys:
-        full, factor = np.eye(layout.head_size), FP8_SCALE
+        full, factor = np.eye(layout.head_size), fp8_scale
     else:
         full = np.sign(rotation(layout.head_size))
         size, bits = layout.head_size, layout.preset.key_bits
