@@ -74,14 +74,19 @@ def _partly_exact(
         ends = torch.tensor([[options.packed_end(n + 1)] for n in range(low, high)], device=query.device)
         is_exact = (token < options.first) | (token >= ends)
         hidden = token > at if mask is None else ~mask[:, :, None, low:high, :high]
-        score, other = (
-            torch.einsum("bhgqd,bhsd->bhgqs", query[..., low:high, :], k[:, :, :high]).float()
-            for k in (packed[0], exact[0])
-        )
-        score = torch.where(is_exact, other, score).masked_fill_(hidden, -torch.inf)
-        weight = torch.softmax(score, -1).to(query.dtype)
-        each = zip((weight * ~is_exact, weight * is_exact), (packed[1], exact[1]), strict=True)
-        parts.append(sum(torch.einsum("bhgqs,bhsd->bhgqd", w, v[:, :, :high]) for w, v in each))
+        # What is exact for any of these rows lies in two runs of tokens.
+        near = max(options.first, options.packed_end(low + 1))
+        runs = [slice(a, min(b, high)) for a, b in ((0, options.first), (near, high)) if a < min(b, high)]
+        rows = query[..., low:high, :]
+        score = torch.einsum("bhgqd,bhsd->bhgqs", rows, packed[0][:, :, :high]).float()
+        for run in runs:
+            other = torch.einsum("bhgqd,bhsd->bhgqs", rows, exact[0][:, :, run]).float()
+            score[..., run] = torch.where(is_exact[:, run], other, score[..., run])
+        weight = torch.softmax(score.masked_fill_(hidden, -torch.inf), -1).to(query.dtype)
+        out = torch.einsum("bhgqs,bhsd->bhgqd", weight * ~is_exact, packed[1][:, :, :high])
+        for run in runs:
+            out += torch.einsum("bhgqs,bhsd->bhgqd", weight[..., run] * is_exact[:, run], exact[1][:, :, run])
+        parts.append(out)
     return torch.cat(parts, 3).flatten(1, 2)
 
 
