@@ -44,11 +44,13 @@ class Spec:
     block_size: int = 16
     direct: bool = False
     padding: int = 0
+    splits: int = 8
     features: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
         more = "".join(f"-{n}" for n, _ in self.features)
         more += f"-pad{self.padding}" if self.padding else ""
+        more += f"-s{self.splits}" if self.splits != 8 else ""
         return (
             f"{self.kernel}-{self.preset}-{self.layout}-D{self.head_size}-g{self.group}-q{self.queries}"
             f"-bs{self.block_size}{'-direct' if self.direct else ''}{more}"
@@ -98,7 +100,8 @@ def specs(full: bool) -> Iterator[Spec]:
         return
     for head_size in (64, 80, 96, 112, 128, 192, 256):
         yield Spec("prepare", head_size=head_size)
-        yield Spec("reduce", head_size=head_size)
+        for splits in (8, 64, 256):
+            yield Spec("reduce", head_size=head_size, splits=splits)
         for layout in ("soa", "aos"):
             for preset in ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc"):
                 for group, queries in ((8, 1), (16, 1), (8, 4)):
@@ -131,7 +134,7 @@ def build(arch: str, spec: Spec) -> Built:
     elif spec.kernel == "reduce":
         kernel, constants, types = (
             reduce_kernel,
-            plan.reduce_constants(multi, True, False),
+            plan.reduce_constants(multi, True, spec.splits),
             {"out_ptr": torch.bfloat16},
         )
     else:

@@ -63,7 +63,9 @@ ARGUMENTS: Mapping[str, Any] = {
 _ROWS_PER_PREPARE = 16
 MAX_SPLITS = 256
 """Of a sequence."""
-_FEW_SPLITS = 64  # up to here a warp joins the splits of a row, beyond it four
+_JOINS = ((8, 8, 1, 1), (64, 64, 2, 4), (MAX_SPLITS, 64, 4, 4))
+"""How the splits of a row are joined: (up to that many splits, splits read at once, parts of a row, warps of a part).
+A row waits for as many reads in turn as it has chunks of splits, so many splits take wide chunks of few numbers."""
 
 
 def target_kind(vendor: str) -> str:
@@ -252,10 +254,10 @@ class DecodePlan:
             "KP2": triton.next_power_of_2(self.key.columns),
             "R": _ROWS_PER_PREPARE,
             # padded sizes carry masks, in scalar registers that run out: fewer dims at once
-            "CHUNK": min(64, d) if d & (d - 1) == 0 else 32,
+            "CHUNK": min(128 if self.kind == "cuda" else 64, d) if d & (d - 1) == 0 else 32,
             "PDL": self.pdl,
             "INT8": self.planes > 0,
-            "num_warps": 4,
+            "num_warps": 8 if self.kind == "cuda" else 4,
             "num_stages": 1,
             "enable_fp_fusion": True,
         }
@@ -282,22 +284,24 @@ class DecodePlan:
             ),
         }
 
-    def reduce_constants(self, multi: bool, write_lse: bool, many: bool) -> dict[str, Any]:
-        """Constexprs and options of the reduce kernel. many: for up to MAX_SPLITS splits, not _FEW_SPLITS."""
+    def reduce_constants(self, multi: bool, write_lse: bool, splits: int) -> dict[str, Any]:
+        """Constexprs and options of the reduce kernel."""
+        most, chunk, parts, warps = next(join for join in _JOINS if splits <= join[0])
         return {
             "HQ": self.layer.num_heads,
             "DV": self.layout.value_head_size,
             "VALUE": self.constants["VALUE"],
             "RP": self.value.rows,
             "RP2": triton.next_power_of_2(self.value.rows),
-            "CHUNK": 32 if many else 8,
-            "MAX_SPLITS": MAX_SPLITS if many else _FEW_SPLITS,
+            "CHUNK": chunk,
+            "PARTS": parts,
+            "MAX_SPLITS": most,
             "MULTI": multi,
             "SINKS": self.layer.sinks,
             "WRITE_LSE": write_lse,
             "PDL": self.pdl,
             **({"launch_pdl": True} if self.pdl else {}),
-            "num_warps": 4 if many else 1,
+            "num_warps": warps,
             "num_stages": 1,
             "enable_fp_fusion": True,
         }
@@ -458,7 +462,7 @@ class TritonOps:
         units = _compute_units(device)
         lengths = sorted({1, max_query_len, *(1 << i for i in range((max_query_len - 1).bit_length()))})
         modes: set[tuple[int, bool, bool]] = set()
-        sizes: set[bool] = set()
+        most_splits = 1
         nbytes = 0
         for batch in range(1, max_batch + 1):
             for length in lengths:
@@ -466,7 +470,7 @@ class TritonOps:
                 columns = plan.columns(length)
                 rows = batch * length * self.layer.num_heads
                 nbytes = max(nbytes, space.needed(rows, plan.key.columns, splits, plan.value.rows))
-                sizes |= {s > _FEW_SPLITS for s in (2, splits)}
+                most_splits = max(most_splits, splits)
                 modes |= {(columns, multi, s == 1) for multi in {length > 1, True} for s in {1, splits}}
                 if length == 1:
                     modes |= {(columns, False, s == 1) for s in {1, splits}}
@@ -481,8 +485,10 @@ class TritonOps:
                 else:
                     constants = plan.decode_constants(columns, multi, False, False)
                     compiled.append(self._compile(decode_kernel, constants, {}))
-                    for many in sorted(sizes):
-                        constants = plan.reduce_constants(multi, write, many)
+                    for fewer, *_ in ((1,), *_JOINS):  # shorter contexts have fewer splits
+                        if fewer >= most_splits:
+                            break
+                        constants = plan.reduce_constants(multi, write, fewer + 1)
                         compiled.append(self._compile(reduce_kernel, constants, {"out_ptr": dtype}))
         return len({id(kernel) for kernel in compiled})
 
@@ -537,11 +543,8 @@ class TritonOps:
         heads = self.layer.num_kv_heads * plan.column_tiles(max_query_len)
         reduce = None
         if not direct:
-            reduce = Kernel(
-                reduce_kernel,
-                (rows, 1, 1),
-                plan.reduce_constants(not single, not no_lse, splits > _FEW_SPLITS),
-            )
+            constants = plan.reduce_constants(not single, not no_lse, splits)
+            reduce = Kernel(reduce_kernel, (rows, constants["PARTS"], 1), constants)
         return Launch(
             prepare=Kernel(prepare_kernel, (-(-rows // _ROWS_PER_PREPARE), 1, 1), plan.prepare_constants()),
             decode=Kernel(

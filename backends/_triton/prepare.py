@@ -43,8 +43,6 @@ def prepare_kernel(
     PDL: tl.constexpr,
     INT8: tl.constexpr,  # [N * Hq, 2, KP] int8 in place of fp16: 128 * upper + lower
 ):
-    if PDL:
-        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     inside = row < rows
     start = (row // HQ) * token_stride + (row % HQ) * head_stride
@@ -65,6 +63,8 @@ def prepare_kernel(
     down = ((-biased + (254 + TOP)) << 23).to(tl.float32, bitcast=True)  # 2^(TOP - e)
     up = ((biased - TOP) << 23).to(tl.float32, bitcast=True)  # its inverse
     y = y * down[:, None]
+    if PDL:  # not earlier: decode programs that come while these still hold registers crowd on a few units
+        gdc_launch_dependents()
     keep = inside[:, None] & (column < KP)[None, :]
     if INT8:
         up = tl.where(biased == 255, float("nan"), up)  # int8 has no number that says so

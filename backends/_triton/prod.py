@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ import triton
 
 from ...dispatch import Decision
 from ...layouts import Layout
-from ...spec import SpecError
+from .one_pass import OnePassOps
+from .ops import LOG2E
 from .prod_decode import COLUMNS, prod_decode_kernel, prod_reduce_kernel
 from .prod_store import (
     ROWS,
@@ -19,16 +21,15 @@ from .prod_store import (
     prod_store_kernel,
     sketch_tensor,
 )
-from .workspace import Workspace, default_workspace
+from .workspace import Workspace
 
 __all__ = ["ProdOps", "kernel_constants"]
 
-LOG2E = 1.4426950408889634
-_MAX_SPLITS = 64
 _TOKENS = 32  # of a tile
-_MIN_TOKENS = 256  # of a split
-_PROGRAMS_PER_UNIT = 4
-_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+EXACT_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+"""Of store, dequantise and prepare, whose arithmetic is the reference's step by step."""
+DECODE_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+REDUCE_OPTIONS = {"num_warps": 1}
 
 
 def kernel_constants(kernel: Any, decision: Decision, layout: Layout, **more: Any) -> dict[str, Any]:
@@ -46,14 +47,12 @@ def kernel_constants(kernel: Any, decision: Decision, layout: Layout, **more: An
     return {name: known[name] for name in kernel.arg_names if name in known}
 
 
-class ProdOps:
+class ProdOps(OnePassOps):
     """LayerOps for one layer. ``splits``: fixed number of splits, for tests."""
 
     def __init__(self, decision: Decision, layout: Layout, *, splits: int | None = None) -> None:
-        if splits is not None and not 1 <= splits <= _MAX_SPLITS:
-            raise SpecError("splits", splits, f"1 to {_MAX_SPLITS}")
-        self.decision, self.layer, self.layout = decision, decision.layer, layout
-        self.fixed_splits = splits
+        super().__init__(decision, layout, splits=splits)
+        self.prepared_columns = 2 * layout.head_size
         self._sketches: dict[torch.device, torch.Tensor] = {}
 
     def _constants(self, kernel: Any, **more: Any) -> dict[str, Any]:
@@ -81,7 +80,7 @@ class ProdOps:
             key, value, cache, slot_mapping, slot_mapping if nonfinite is None else nonfinite,
             self._sketch(cache.device), rows, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
             slot_mapping.stride(0), **self._constants(prod_store_kernel, COUNT=nonfinite is not None),
-            num_warps=4, enable_fp_fusion=False,
+            **EXACT_OPTIONS,
         )  # fmt: skip
 
     def dequantize(
@@ -101,17 +100,20 @@ class ProdOps:
         prod_dequantize_kernel[(triton.cdiv(rows, ROWS), 2)](
             cache, block_table, starts, cu_lens, self._sketch(cache.device), key_out, value_out, rows, batch,
             batch.bit_length(), block_table.stride(0), **self._constants(prod_dequantize_kernel),
-            num_warps=4, enable_fp_fusion=False,
+            **EXACT_OPTIONS,
         )  # fmt: skip
 
-    def _splits(self, programs: int, max_context: int, device: torch.device) -> int:
-        if self.fixed_splits is not None:
-            return self.fixed_splits
-        units = 1
-        if device.type == "cuda":
-            units = torch.cuda.get_device_properties(device).multi_processor_count
-        wanted = _PROGRAMS_PER_UNIT * units // max(1, programs)
-        return max(1, min(wanted, max_context // _MIN_TOKENS, _MAX_SPLITS))
+    def _kernels(self, multi: bool, write_lse: bool) -> Iterator[tuple[Any, dict[str, Any]]]:
+        each = (
+            (prod_prepare_kernel, EXACT_OPTIONS),
+            (prod_decode_kernel, DECODE_OPTIONS),
+            (prod_reduce_kernel, REDUCE_OPTIONS),
+        )
+        for kernel, options in each:
+            yield kernel, self._constants(kernel, MULTI=multi, WRITE_LSE=write_lse) | options
+
+    def _load(self, device: torch.device) -> None:
+        self._sketch(device)
 
     def decode(
         self,
@@ -132,24 +134,24 @@ class ProdOps:
         rows = query.shape[0] * layer.num_heads
         if not rows or not batch:
             return
-        tiles = triton.cdiv(max_query_len, COLUMNS // layer.gqa_ratio)
-        context = block_table.shape[1] * self.layout.block_size
-        splits = self._splits(tiles * layer.num_kv_heads * batch, context, query.device)
-        prepared, norms, part, part_lse = (workspace or default_workspace(query.device)).take(
-            rows, 2 * layer.head_size, splits, layer.value_size
-        )
         multi = query_start_loc is not None
+        longest = max_query_len if multi else 1
+        splits = self._splits(batch, block_table.shape[1] * self.layout.block_size, longest, query.device)
+        prepared, norms, part, part_lse = self._take(workspace, rows, splits, query.device)
         starts = query_start_loc if multi else seq_lens
-        prod_prepare_kernel[(triton.cdiv(rows, ROWS),)](
+        (prepare, prepare_constants), (decode, decode_constants), (reduce, reduce_constants) = self._kernels(
+            multi, lse is not None
+        )
+        prepare[(triton.cdiv(rows, ROWS),)](
             query, self._sketch(query.device), prepared, norms, rows, query.stride(0), query.stride(1),
-            **self._constants(prod_prepare_kernel), num_warps=4, enable_fp_fusion=False,
+            **prepare_constants,
         )  # fmt: skip
-        prod_decode_kernel[(tiles * layer.num_kv_heads, splits, batch)](
+        decode[(self._tiles(longest) * layer.num_kv_heads, splits, batch)](
             prepared, norms, cache, block_table, seq_lens, starts, part, part_lse, block_table.stride(0), splits,
-            scale * LOG2E, **self._constants(prod_decode_kernel, MULTI=multi), **_OPTIONS,
+            scale * LOG2E, **decode_constants,
         )  # fmt: skip
         strides = (0, 0) if lse is None else lse.stride()
-        prod_reduce_kernel[(rows,)](
+        reduce[(rows,)](
             part, part_lse, starts, out, norms if lse is None else lse, batch, splits, out.stride(0), out.stride(1),
-            *strides, **self._constants(prod_reduce_kernel, MULTI=multi, WRITE_LSE=lse is not None), num_warps=1,
+            *strides, **reduce_constants,
         )  # fmt: skip

@@ -60,10 +60,13 @@ def centroids16(
     return bits.to(tl.float32, bitcast=True).to(tl.float16)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=("table_stride", "splits"),
+    do_not_specialize_on_alignment=("seq_lens_ptr", "query_start_ptr", "table_ptr"),
+)
 def prod_decode_kernel(
     prepared_ptr,  # [N * Hq, 2 D] fp16
-    query_norm_ptr,  # [N * Hq] fp32
+    query_scale_ptr,  # [N * Hq] fp32: ||q||
     cache_ptr,  # uint8, base of the cache
     table_ptr,  # [B, M] int32
     seq_lens_ptr,  # [B] int32
@@ -114,7 +117,7 @@ def prod_decode_kernel(
     at = prepared_ptr + (row * (2 * D))[:, None] + dim[None, :]
     rotated = tl.load(at, there[:, None], 0.0)
     sketched = tl.load(at + D, there[:, None], 0.0)
-    factor = tl.load(query_norm_ptr + row, there, 0.0) * scale_log2
+    factor = tl.load(query_scale_ptr + row, there, 0.0) * scale_log2
 
     best = tl.full((N,), float("-inf"), tl.float32)
     total = tl.zeros((N,), tl.float32)
@@ -177,7 +180,12 @@ def prod_decode_kernel(
     tl.store(part_lse_ptr + out, lse, there)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=(
+        "batch", "splits", "out_token_stride", "out_head_stride", "lse_token_stride", "lse_head_stride",
+    ),
+    do_not_specialize_on_alignment=("query_start_ptr", "out_ptr", "lse_ptr"),
+)  # fmt: skip
 def prod_reduce_kernel(
     part_ptr,  # [N * Hq, splits, Dv] fp32
     part_lse_ptr,  # [N * Hq, splits] fp32, base 2

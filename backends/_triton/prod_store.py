@@ -383,10 +383,12 @@ def prod_dequantize_kernel(
         _store_rows(value_ptr, row, value, inside, DV, DV)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=("rows", "token_stride", "head_stride"), do_not_specialize_on_alignment=("query_ptr",)
+)
 def prod_prepare_kernel(
     query_ptr,  # [N, Hq, D] fp16/bf16/fp32
-    sketch_ptr,  # S [D, D] fp16
+    matrix_ptr,  # S [D, D] fp16
     prepared_ptr,  # [N * Hq, 2 D] fp16: R q / ||q||, then SKETCH_SCALE S R q / ||q||
     scale_ptr,  # [N * Hq] fp32: ||q||
     rows,  # N * Hq
@@ -413,7 +415,7 @@ def prod_prepare_kernel(
     at = prepared_ptr + (row.to(tl.int64) * (2 * D))[:, None]
     tl.store(at + tl.arange(0, D)[None, :], y.to(tl.float16), inside[:, None])
     for i in tl.static_range(D // 32):
-        z = _sketch32(y, sketch_ptr, 32 * i, D, PRECISION) * SKETCH_SCALE
+        z = _sketch32(y, matrix_ptr, 32 * i, D, PRECISION) * SKETCH_SCALE
         tl.store(at + (D + 32 * i + tl.arange(0, 32))[None, :], z.to(tl.float16), inside[:, None])
 
 

@@ -1,8 +1,8 @@
-"""Partial results of the splits of a sequence joined to one. One program per query row (one head of one token).
+"""Partial results of the splits of a sequence joined to one. PARTS programs per query row (one head of one token).
 
-A program owns its row of the output; it reads S fp32 vectors of RP numbers, of which splits that saw no key are
-skipped (their weight is 0 and their bytes, never written, are not read), puts the rows of the accumulator back in the
-order of the dims, adds the sink to the denominator and writes once. Bytes: S * (RP + 1) * 4 read per row.
+A program owns its part of a row of the output; it reads that part of S fp32 vectors of RP numbers, of which splits that
+saw no key are skipped (their weight is 0 and their bytes, never written, are not read), puts the rows of the
+accumulator back in the order of the dims, adds the sink to the denominator and writes once. Bytes: S * (RP + 1) * 4 read per row.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def reduce_kernel(
     RP: tl.constexpr,
     RP2: tl.constexpr,  # RP rounded up to a power of two
     CHUNK: tl.constexpr,  # splits read at once
+    PARTS: tl.constexpr,  # of a row, a power of two
     MAX_SPLITS: tl.constexpr,  # a power of two
     MULTI: tl.constexpr,
     SINKS: tl.constexpr,
@@ -69,9 +70,10 @@ def reduce_kernel(
     if SINKS:
         total += tl.exp2(sink - largest)
 
-    r = tl.arange(0, RP2)
+    WIDTH: tl.constexpr = RP2 // PARTS
+    r = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     c = tl.arange(0, CHUNK)
-    acc = tl.zeros((RP2,), tl.float32)
+    acc = tl.zeros((WIDTH,), tl.float32)
     for first in range(0, splits, CHUNK):
         chunk = first + c
         lse = tl.load(part_lse_ptr + row * splits + chunk, chunk < splits, float("-inf"))
@@ -93,4 +95,4 @@ def reduce_kernel(
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), (r < RP) & (dim < DV))
     if WRITE_LSE:
         lse = tl.where(seen, (largest + tl.log2(total)) * _LN2, float("-inf"))
-        tl.store(lse_ptr + token * lse_token_stride + head * lse_head_stride, lse)
+        tl.store(lse_ptr + token * lse_token_stride + head * lse_head_stride, lse, tl.program_id(1) == 0)

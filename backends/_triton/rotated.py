@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import triton
 
 from ...dispatch import Decision
 from ...layouts import Layout
-from ...spec import SpecError
 from .dequantize import Dequantize
-from .ops import LOG2E, TritonOps, _compute_units
+from .one_pass import OnePassOps
+from .ops import LOG2E
 from .rotated_decode import COLUMNS, FP8_SCALE, rotated_decode_kernel, rotated_reduce_kernel
 from .store import Store, field_constants
 from .tile import centroid_table
-from .workspace import Workspace, default_workspace
+from .workspace import Workspace
 
 __all__ = ["RotatedOps", "kernel_constants"]
 
-_MAX_SPLITS = 64
 _TOKENS = 32  # of a tile
-_MIN_TOKENS = 256  # of a split
-_PROGRAMS_PER_UNIT = 4
 DECODE_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 REDUCE_OPTIONS = {"num_warps": 1}
 
@@ -64,14 +61,11 @@ def kernel_constants(kernel: Any, decision: Decision, layout: Layout, **more: An
     return {name: known[name] for name in kernel.arg_names if name in known}
 
 
-class RotatedOps:
+class RotatedOps(OnePassOps):
     """LayerOps for one layer. ``splits``: fixed number of splits, for tests."""
 
     def __init__(self, decision: Decision, layout: Layout, *, splits: int | None = None) -> None:
-        if splits is not None and not 1 <= splits <= _MAX_SPLITS:
-            raise SpecError("splits", splits, f"1 to {_MAX_SPLITS}")
-        self.decision, self.layer, self.layout = decision, decision.layer, layout
-        self.fixed_splits = splits
+        super().__init__(decision, layout, splits=splits)
         self._store = Store(layout, decision.target.vendor)
         self._dequantize = Dequantize(layout, decision.target.vendor)
         preset = layout.preset
@@ -101,27 +95,11 @@ class RotatedOps:
         """Tokens [starts, seq_lens) of every sequence, one after the other, rotated back; one launch."""
         self._dequantize(cache, block_table, starts, cu_lens, key_out, value_out)
 
-    def _tiles(self, max_query_len: int) -> int:
-        """Column tiles of a KV head."""
-        return triton.cdiv(max_query_len, COLUMNS // self.layer.gqa_ratio)
-
-    def _splits(self, batch: int, max_context: int, max_query_len: int, device: torch.device) -> int:
-        if self.fixed_splits is not None:
-            return self.fixed_splits
-        programs = self._tiles(max_query_len) * self.layer.num_kv_heads * batch
-        visible = min(max_context, (self.layer.window or max_context) + COLUMNS)
-        wanted = _PROGRAMS_PER_UNIT * _compute_units(device) // max(1, programs)
-        return max(1, min(wanted, visible // _MIN_TOKENS, _MAX_SPLITS))
-
-    def _decode_constants(self, multi: bool) -> dict[str, Any]:
-        kernel = rotated_decode_kernel
-        return kernel_constants(kernel, self.decision, self.layout, MULTI=multi) | DECODE_OPTIONS
-
-    def _reduce_constants(self, multi: bool, write_lse: bool) -> dict[str, Any]:
-        own = kernel_constants(
-            rotated_reduce_kernel, self.decision, self.layout, MULTI=multi, WRITE_LSE=write_lse
-        )
-        return own | REDUCE_OPTIONS
+    def _kernels(self, multi: bool, write_lse: bool) -> Iterator[tuple[Any, dict[str, Any]]]:
+        own = {"MULTI": multi, "WRITE_LSE": write_lse}
+        each = ((rotated_decode_kernel, DECODE_OPTIONS), (rotated_reduce_kernel, REDUCE_OPTIONS))
+        for kernel, options in each:
+            yield kernel, kernel_constants(kernel, self.decision, self.layout, **own) | options
 
     def decode(
         self,
@@ -145,52 +123,17 @@ class RotatedOps:
         multi = query_start_loc is not None
         longest = max_query_len if multi else 1
         splits = self._splits(batch, block_table.shape[1] * self.layout.block_size, longest, query.device)
-        _, unused, part, part_lse = (workspace or default_workspace(query.device)).take(
-            rows, 0, splits, layer.value_size
-        )
+        _, unused, part, part_lse = self._take(workspace, rows, splits, query.device)
         starts = query_start_loc if multi else seq_lens
         cap = LOG2E * (1.0 if layer.soft_cap is None else layer.soft_cap)
-        rotated_decode_kernel[(self._tiles(longest) * layer.num_kv_heads, splits, batch)](
+        (decode, decode_constants), (reduce, reduce_constants) = self._kernels(multi, lse is not None)
+        decode[(self._tiles(longest) * layer.num_kv_heads, splits, batch)](
             query, cache, block_table, seq_lens, starts, part, part_lse, query.stride(0), query.stride(1),
             block_table.stride(0), splits, layer.window or 0, scale * LOG2E * self._factor, cap,
-            **self._decode_constants(multi),
+            **decode_constants,
         )  # fmt: skip
         strides = (0, 0) if lse is None else lse.stride()
-        rotated_reduce_kernel[(rows,)](
+        reduce[(rows,)](
             part, part_lse, starts, unused if sinks is None else sinks, out, unused if lse is None else lse,
-            batch, splits, out.stride(0), out.stride(1), *strides, **self._reduce_constants(multi, lse is not None),
+            batch, splits, out.stride(0), out.stride(1), *strides, **reduce_constants,
         )  # fmt: skip
-
-    def warmup(
-        self,
-        max_batch: int,
-        max_context: int,
-        max_query_len: int = 1,
-        *,
-        device: torch.device | str = "cuda",
-        dtype: torch.dtype | None = None,
-        lse: bool | None = None,
-        workspace: Workspace | None = None,
-    ) -> int:
-        """Compile every kernel that decode can need in the declared range, and reserve its scratch memory."""
-        device = torch.device(device)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        dtype = dtype or {"bf16": torch.bfloat16, "fp16": torch.float16}[self.layer.dtype]
-        space = workspace or default_workspace(device)
-        nbytes = 0
-        for batch in range(1, max_batch + 1):
-            for length in {1, max_query_len, *(1 << i for i in range((max_query_len - 1).bit_length()))}:
-                splits = self._splits(batch, max_context, length, device)
-                rows = batch * length * self.layer.num_heads
-                nbytes = max(nbytes, space.needed(rows, 0, splits, self.layer.value_size))
-        space.reserve(nbytes)
-        made = []
-        for multi in (False, True):
-            made.append(
-                TritonOps._compile(rotated_decode_kernel, self._decode_constants(multi), {"query_ptr": dtype})
-            )
-            for write in (False, True) if lse is None else (lse,):
-                constants = self._reduce_constants(multi, write)
-                made.append(TritonOps._compile(rotated_reduce_kernel, constants, {"out_ptr": dtype}))
-        return len({id(kernel) for kernel in made})
