@@ -186,6 +186,11 @@ def test_no_leg_is_written_into_the_workflow():
     assert not [name for name in LEGS if name in code]
 
 
+def test_machines_with_a_gpu_measure_the_floors_of_served_tasks():
+    (step,) = (s for s in workflow()["jobs"]["leg"]["steps"] if "ci.evals gsm8k" in s.get("run", ""))
+    assert "matrix.self_hosted" in step["if"] and "schedule" in step["if"]
+
+
 def test_the_linter_knows_the_runner_labels():
     known = yaml.safe_load((ROOT / ".github" / "actionlint.yaml").read_text())["self-hosted-runner"]["labels"]
     wanted = {label for leg in LEGS.values() if leg.self_hosted for label in leg.runner} - {

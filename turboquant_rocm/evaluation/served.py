@@ -26,7 +26,7 @@ from typing import Any, Final
 from ..presets import get_preset, load_yaml
 from ..spec import SpecError, checked_int
 
-__all__ = ["Result", "Spec", "load_spec", "main", "run", "spec_names"]
+__all__ = ["ANY", "Result", "Spec", "load_spec", "main", "run", "spec_names", "unreachable"]
 
 BUILT_IN: Final = "repeat"
 ANY: Final = "any"
@@ -64,6 +64,11 @@ class Spec:
     questions: int
     metric: str
     floors: Mapping[str, float]
+
+
+def unreachable(said: str) -> bool:
+    """True if the output of a program says that it could not fetch a data set, a model or a tokenizer."""
+    return any(text in said for text in _UNREACHABLE)
 
 
 def spec_names() -> tuple[str, ...]:
@@ -104,6 +109,10 @@ class Result:
     @property
     def ok(self) -> bool:
         return self.floor is None or self.accuracy >= self.floor
+
+    def __str__(self) -> str:
+        floor = "no floor" if self.floor is None else f"floor {self.floor}"
+        return f"{self.spec}, {self.model}, {self.preset}: {self.accuracy:.4f} of {self.questions} ({floor})"
 
 
 # ---- the server ----------------------------------------------------------------------------------------------
@@ -188,7 +197,7 @@ def _lm_eval(spec: Spec, endpoint: str, model: str, questions: int, concurrent: 
         if done.returncode or not found:
             said = (done.stderr + done.stdout).strip()
             last = " ".join((said.splitlines() or ["nothing"])[-1].split())[:300]
-            if any(text in said for text in _UNREACHABLE):
+            if unreachable(said):
                 raise SpecError(
                     f"task {spec.task}", last,
                     "its data set and the tokenizer fetched or in the local cache: neither could be reached from here",
@@ -263,10 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SpecError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    floor = "no floor" if result.floor is None else f"floor {result.floor}"
-    print(
-        f"{result.spec}, {result.model}, {result.preset}: {result.accuracy:.4f} of {result.questions} ({floor})"
-    )
+    print(result)
     return 0 if result.ok else 1
 
 
