@@ -56,9 +56,9 @@ def _answers(endpoint: str) -> bool:
 
 
 def _why(log: str) -> str:
-    """The first error in a server's log: later ones are what it led to. Without one, the last line."""
-    if found := re.search(r"[\w.]+(Error|Exception): .*", log):
-        return found[0][:300]
+    """The first exception in a server's log: later ones are what it led to. Without one, the last line."""
+    if found := re.search(r"(?:^|[\])] )([\w.]+(?:Error|Exception): .*)", log, re.M):
+        return found[1][:300]
     return (log.strip().splitlines() or ["nothing"])[-1][:300]
 
 

@@ -65,6 +65,11 @@ def test_one_server_for_every_cache(server: Path, tmp_path: Path, capsys: pytest
             "vllm serve m='ValueError: no such layer' (wants a server that starts",
         ),
         ('raise OSError("We couldn\'t connect to the hub")', "the model fetched or in a local folder"),
+        (
+            "print('WARNING x such as `OSError: [Errno 24]`.\\n(EngineCore pid=1) ERROR 11-30 [core.py:9] "
+            "ValueError: the cause'); raise RuntimeError('See above')",
+            "vllm serve m='ValueError: the cause'",
+        ),
         ("print('INFO another backend', flush=True)", "no plan of turboquant_rocm"),
     ],
 )
