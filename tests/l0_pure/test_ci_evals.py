@@ -33,6 +33,13 @@ HTTPServer(("127.0.0.1", int(args["--port"])), Handler).serve_forever()
 """
 
 
+CHAIN = """
+print("WARNING errors such as `OSError: [Errno 24]`")
+print("(EngineCore pid=1) ERROR 11-30 [core.py:9] ValueError: the cause")
+raise RuntimeError("see above")
+"""
+
+
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file that is run in place of vLLM's server."""
@@ -66,8 +73,7 @@ def test_one_server_for_every_cache(server: Path, tmp_path: Path, capsys: pytest
         ),
         ('raise OSError("We couldn\'t connect to the hub")', "the model fetched or in a local folder"),
         (
-            "print('WARNING x such as `OSError: [Errno 24]`.\\n(EngineCore pid=1) ERROR 11-30 [core.py:9] "
-            "ValueError: the cause'); raise RuntimeError('See above')",
+            CHAIN,
             "vllm serve m='ValueError: the cause'",
         ),
         ("print('INFO another backend', flush=True)", "no plan of turboquant_rocm"),
