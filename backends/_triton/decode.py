@@ -66,6 +66,7 @@ __all__ = ["decode_kernel"]
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 _P_LOG2 = tl.constexpr(14)  # log2 of where fp16(P * scale * r) ends
+_ONE_BITS = tl.constexpr(0x3F800000)  # of 1.0
 _CENTROID_EPS = tl.constexpr(1e-16)
 
 
@@ -518,6 +519,19 @@ def _power_of_2(
 ):
     """2^exponent, fp32."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scaled(
+    tiles,  # tuple of COUNT tiles [., N]
+    factors,  # [N]
+    COUNT: tl.constexpr,
+):
+    """The tiles with their columns multiplied by ``factors``."""
+    out = ()
+    for u in tl.static_range(COUNT):
+        out = out + (tiles[u] * factors[None, :],)
+    return out
 
 
 @triton.jit
@@ -1082,10 +1096,13 @@ def decode_kernel(
         shrink = alpha * _power_of_2(scale_top - new_scale_top)
         scale_top = new_scale_top
 
+        # Maxima rarely change after the first tiles, and 1 need not be multiplied by. (0, 1] is ordered as its bits.
+        if tl.min(shrink.to(tl.int32, bitcast=True), axis=0) < _ONE_BITS:
+            acc = _scaled(acc, shrink, VUNITS)
         new_acc = ()
         for u in tl.static_range(VUNITS):
             values = _value_operand(v_words[u], T, VALUE[0], RUNS, ROWS, SLOW, VRUN, VLANE, TARGET)
-            new_acc = new_acc + (tl.dot(values, p16, acc[u] * shrink[None, :]),)
+            new_acc = new_acc + (tl.dot(values, p16, acc[u]),)
         acc = new_acc
         if not PREFETCH:
             pages = _page_ids(table_ptr, token + T, last_group, some, BLOCK_SIZE, GROUPS)
