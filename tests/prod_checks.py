@@ -9,6 +9,7 @@ from tests.store_checks import mixed
 from turboquant_rocm import BoundLayer, Decision, Target, get_preset, make_layout
 from turboquant_rocm.backends import get_backend
 from turboquant_rocm.backends._triton.prod import ProdOps
+from turboquant_rocm.backends._triton.workspace import Workspace
 from turboquant_rocm.layouts.packing import unpack
 from turboquant_rocm.layouts.views import field_view
 from turboquant_rocm.seeded import cache_sketch
@@ -138,3 +139,34 @@ def check_decode(
     for row in range(rows):
         if not empty[row].any():
             assert rel_l2(out[row], want[row]) < tolerance, row
+
+
+def check_warmup(preset: str, head_size: int, device: str) -> None:
+    """After warm-up no call in the range compiles a kernel, and none makes the workspace grow."""
+    import triton
+
+    _, _, ops = made(preset, head_size, device, group=3)
+    space = Workspace(device)
+    count = ops.warmup(3, 6 * 16, 6, device=device, workspace=space)
+    reserved, compiled = space.nbytes, []
+    assert reserved > 0 and count == (3 if triton.knobs.runtime.interpret else 7)
+    cache = torch.zeros(4, *ops.layout.shape, dtype=torch.uint8, device=device)
+    triton.knobs.runtime.jit_post_compile_hook = lambda *a, **k: compiled.append(k)
+    try:
+        for batch, width, queries in ((3, 6, None), (1, 1, None), (3, 6, 6), (2, 5, 4), (3, 1, 1)):
+            rows = batch * (queries or 1)
+            starts = None
+            if queries is not None:
+                starts = torch.arange(batch + 1, dtype=torch.int32, device=device) * queries
+            out = torch.full((rows, 6, head_size), 7.0, dtype=torch.bfloat16, device=device)
+            lse = torch.zeros(rows, 6, device=device) if batch == 3 else None
+            ops.decode(
+                torch.ones_like(out), cache, torch.zeros(batch, width, dtype=torch.int32, device=device),
+                torch.zeros(batch, dtype=torch.int32, device=device), starts, queries or 1, head_size**-0.5, None,
+                out, lse, space,
+            )  # fmt: skip
+            assert not out.any(), "no token is seen"
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = None
+    assert space.nbytes == reserved
+    assert not compiled

@@ -11,18 +11,19 @@ from turboquant_rocm.target import get_target
 
 PRESETS = ("turboquant_prod_k3v2", "turboquant_prod_k3v4", "turboquant_prod_k4v4")
 KERNELS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
-    "store": (prod.prod_store_kernel, {"COUNT": True}, {"num_warps": 4, "enable_fp_fusion": False}),
-    "dequantise": (prod.prod_dequantize_kernel, {}, {"num_warps": 4, "enable_fp_fusion": False}),
-    "prepare": (prod.prod_prepare_kernel, {}, {"num_warps": 4, "enable_fp_fusion": False}),
-    "decode": (prod.prod_decode_kernel, {"MULTI": True}, dict(prod._OPTIONS)),
-    "reduce": (prod.prod_reduce_kernel, {"MULTI": True, "WRITE_LSE": True}, {"num_warps": 1}),
+    "store": (prod.prod_store_kernel, {"COUNT": True}, dict(prod.EXACT_OPTIONS)),
+    "dequantise": (prod.prod_dequantize_kernel, {}, dict(prod.EXACT_OPTIONS)),
+    "prepare": (prod.prod_prepare_kernel, {}, dict(prod.EXACT_OPTIONS)),
+    "decode": (prod.prod_decode_kernel, {"MULTI": True}, dict(prod.DECODE_OPTIONS)),
+    "reduce": (prod.prod_reduce_kernel, {"MULTI": True, "WRITE_LSE": True}, dict(prod.REDUCE_OPTIONS)),
 }
 """kernel, constexprs of its own, options: as prod.ProdOps launches them."""
 _POINTERS = {
     "key_ptr": "*bf16", "value_ptr": "*bf16", "cache_ptr": "*u8", "slot_ptr": "*i64", "nonfinite_ptr": "*i32",
     "sketch_ptr": "*fp16", "table_ptr": "*i32", "start_ptr": "*i32", "cu_ptr": "*i32", "query_ptr": "*bf16",
-    "prepared_ptr": "*fp16", "scale_ptr": "*fp32", "query_norm_ptr": "*fp32", "seq_lens_ptr": "*i32",
-    "query_start_ptr": "*i32", "part_ptr": "*fp32", "part_lse_ptr": "*fp32", "out_ptr": "*bf16", "lse_ptr": "*fp32",
+    "prepared_ptr": "*fp16", "scale_ptr": "*fp32", "query_scale_ptr": "*fp32", "matrix_ptr": "*fp16",
+    "seq_lens_ptr": "*i32", "query_start_ptr": "*i32", "part_ptr": "*fp32", "part_lse_ptr": "*fp32",
+    "out_ptr": "*bf16", "lse_ptr": "*fp32",
 }  # fmt: skip
 
 

@@ -25,6 +25,7 @@ HEAVY = (
     "turboquant_rocm.bench.inputs",
     "turboquant_rocm.bench.kernels",
     "turboquant_rocm.bench.measure",
+    "turboquant_rocm.bench.models",
     "turboquant_rocm.bench.timing",
     "turboquant_rocm.bench.tune",
     "turboquant_rocm.comparison",

@@ -460,7 +460,10 @@ class TritonOps:
         self._load_matrix(device, True)
         space = workspace or default_workspace(device)
         units = _compute_units(device)
-        lengths = sorted({1, max_query_len, *(1 << i for i in range((max_query_len - 1).bit_length()))})
+        tiling = [(plan.columns(n), plan.column_tiles(n)) for n in range(1, max_query_len + 1)]
+        # of the lengths with as many tiles, and so as many splits, the longest has the most rows
+        fills = [n for n in range(1, max_query_len) if tiling[n - 1] != tiling[n]]
+        lengths = sorted({1, *fills, max_query_len})
         modes: set[tuple[int, bool, bool]] = set()
         most_splits = 1
         nbytes = 0

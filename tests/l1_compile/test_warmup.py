@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,19 @@ if triton.knobs.runtime.interpret:
 
 from tests.cases import layer_spec  # noqa: E402
 from turboquant_rocm import Decision, bind, get_preset  # noqa: E402
+from turboquant_rocm.backends._triton import one_pass, ops  # noqa: E402
+from turboquant_rocm.backends._triton.workspace import Workspace  # noqa: E402
 from turboquant_rocm.target import get_target  # noqa: E402
+
+
+class Compiled:
+    """Stands for a compiled kernel, which is launched without another look at its arguments."""
+
+    def _init_handles(self):
+        pass
+
+    def __getitem__(self, grid):
+        return lambda *args: None
 
 
 @pytest.fixture
@@ -37,7 +48,7 @@ def keys(monkeypatch):
             kinds.append((parameter.name, specialize(HIPBackend, value, False, not plain, aligned)))
         fixed = {k: v for k, v in given.items() if k not in dict(kinds)}
         found.add((self.__name__, tuple(kinds), repr(sorted(fixed.items()))))
-        return SimpleNamespace(_init_handles=lambda: None)
+        return Compiled()
 
     monkeypatch.setattr(JITFunction, "run", run)
     return found
@@ -45,11 +56,15 @@ def keys(monkeypatch):
 
 CASES = [(f"triton_{layout}", layout, p) for layout in ("soa", "aos") for p in ("4bit_nc", "k3v4_nc", "k8v4")]
 CASES += [("triton_rotated", "soa", f"{preset}+rotated_values") for preset in ("3bit_nc", "k8v4")]
+CASES = [(*case, window, sinks) for case in CASES for window in (None, 100) for sinks in (False, True)]
+CASES += [("triton_prod", "soa", preset, None, False) for preset in ("prod_k3v2", "prod_k4v4")]
+KERNELS = {
+    "triton_rotated": {"rotated_decode_kernel", "rotated_reduce_kernel"},
+    "triton_prod": {"prod_prepare_kernel", "prod_decode_kernel", "prod_reduce_kernel"},
+}
 
 
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize(("kernels_of", "layout", "preset"), CASES)
+@pytest.mark.parametrize(("kernels_of", "layout", "preset", "window", "sinks"), CASES)
 def test_decode_launches_only_what_was_compiled(kernels_of, layout, preset, window, sinks, keys):
     layer = layer_spec(64, 2, 4, "bf16", window=window, sinks=sinks)
     decision = Decision(layer, get_target("gfx942"), get_preset(preset), 16, kernels_of, layout)
@@ -69,8 +84,34 @@ def test_decode_launches_only_what_was_compiled(kernels_of, layout, preset, wind
             torch.zeros(batch, dtype=torch.int32), starts, max_query_len=count, return_lse=rng.random() < 0.5,
             sinks=torch.zeros(8) if sinks else None,
         )  # fmt: skip
-    kernels = {"prepare_kernel", "decode_kernel"}
-    if kernels_of == "triton_rotated":
-        kernels = {"rotated_decode_kernel", "rotated_reduce_kernel"}
-    assert {name for name, _, _ in keys} >= kernels
+    assert {name for name, _, _ in keys} >= KERNELS.get(kernels_of, {"prepare_kernel", "decode_kernel"})
     assert keys <= warm, f"not compiled by warm-up: {sorted(keys - warm)}"
+
+
+@pytest.mark.parametrize("group", [1, 3, 5, 16])
+@pytest.mark.parametrize(
+    ("kernels_of", "preset"),
+    [("triton_prod", "prod_k3v2"), ("triton_rotated", "3bit_nc+rotated_values"), ("triton_soa", "4bit_nc")],
+)
+def test_no_shape_in_the_range_needs_more_scratch_memory(kernels_of, preset, group, keys, monkeypatch):
+    """Query lengths that fill a tile need most, and they are no powers of two."""
+    for module in (one_pass, ops):
+        monkeypatch.setattr(module, "_compute_units", lambda device: 132)
+    layer = layer_spec(64, 2, group, "bf16")
+    decision = Decision(layer, get_target("sm_90"), get_preset(preset), 16, kernels_of, "soa")
+    bound, space = bind(decision, checks="off"), Workspace("cpu")
+    cache, blocks = bound.allocate(4, "cpu"), 2048
+    bound.warmup(5, blocks * 16, 7, device="cpu", workspace=space)
+    reserved = space.nbytes
+    needed = []
+    for batch in range(1, 6):
+        for count in range(1, 8):
+            fresh = Workspace("cpu")
+            for workspace in (space, fresh):
+                bound.decode(
+                    torch.zeros(batch * count, 2 * group, 64, dtype=torch.bfloat16), cache,
+                    torch.zeros(batch, blocks, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32),
+                    torch.arange(batch + 1, dtype=torch.int32) * count, max_query_len=count, workspace=workspace,
+                )  # fmt: skip
+            needed.append(fresh.nbytes)
+    assert space.nbytes == reserved == max(needed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.prod_checks import PRESETS, check_decode, check_dequantize, check_store
+from tests.prod_checks import PRESETS, check_decode, check_dequantize, check_store, check_warmup
 
 CASES = [("turboquant_prod_k3v2", 128), ("turboquant_prod_k4v4", 64)]
 
@@ -33,3 +33,8 @@ def test_decode(preset: str, head_size: int, group: int, splits: int):
 @pytest.mark.parametrize(("preset", "head_size"), CASES)
 def test_decode_of_several_queries(preset: str, head_size: int, group: int):
     check_decode(preset, head_size, "cpu", group, (9, 1, 0, 3, 1), dtype="fp16")
+
+
+@pytest.mark.parametrize(("preset", "head_size"), CASES)
+def test_warmup_reserves_what_decode_takes(preset: str, head_size: int):
+    check_warmup(preset, head_size, "cpu")

@@ -72,7 +72,7 @@ def test_store_then_decode(arch: str, preset: str, d: int):
     simulate(
         "prepare", preset, d, arch, (1,),
         {
-            "query_ptr": bits(query), "sketch_ptr": sketch, "prepared_ptr": prepared, "scale_ptr": norms, "rows": rows,
+            "query_ptr": bits(query), "matrix_ptr": sketch, "prepared_ptr": prepared, "scale_ptr": norms, "rows": rows,
             "token_stride": rows * d, "head_stride": d,
         },
     )  # fmt: skip
@@ -85,7 +85,7 @@ def test_store_then_decode(arch: str, preset: str, d: int):
     simulate(
         "decode", preset, d, arch, (HEADS, 1, 1),
         {
-            "prepared_ptr": prepared, "query_norm_ptr": norms, "cache_ptr": cache, "table_ptr": table,
+            "prepared_ptr": prepared, "query_scale_ptr": norms, "cache_ptr": cache, "table_ptr": table,
             "seq_lens_ptr": lens, "query_start_ptr": loc, "part_ptr": part, "part_lse_ptr": part_lse,
             "table_stride": blocks, "splits": 1, "scale_log2": d**-0.5 * 1.4426950408889634,
         },
