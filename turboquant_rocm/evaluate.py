@@ -154,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
         "--text", type=Path, required=True, metavar="FILE", help="UTF-8 text, some 10,000 words"
     )
     presets = f"of {', '.join((FP8, *preset_names()))}, all but {FP8} also with +rotated_values, +recent=N, +first=N, "
-    presets += "+key_mean behind them (docs/evaluation.md); default: all, without"
+    presets += "+key_mean, +key_scale behind them (docs/evaluation.md); default: all, without"
     parser.add_argument("--presets", nargs="+", default=[FP8, *preset_names()], metavar="NAME", help=presets)
     parser.add_argument(
         "--tests", nargs="+", choices=TESTS, default=["text", "copying"], help="default: text and copying"
@@ -273,16 +273,27 @@ def _loadable(folder: Path) -> Iterator[None]:
         raise SpecError("MODEL_DIR", str(folder), f"a folder that transformers can load ({detail})") from None
 
 
-def _key_means(args: argparse.Namespace, model: Any, ids: Sequence[int]) -> dict[int, Any]:
-    """From the text behind the windows, so that no text is scored that the means were taken from."""
-    from .evaluation.compare import key_means
+def _key_statistics(
+    args: argparse.Namespace, model: Any, ids: Sequence[int], asked: Sequence[CacheOptions]
+) -> dict[str, dict[int, Any]]:
+    """Key means and scales for the options that want them, each with the other if one option has both.
 
+    From the text behind the windows, so that no text is scored that they were taken from.
+    """
+    from .evaluation.compare import key_means, key_scales
+
+    if not any(options.key_mean or options.key_scale for options in asked):
+        return {}
     first = args.context * args.windows
     if len(ids) < first + args.context:
-        raise SpecError(
-            "--text", f"{len(ids)} tokens", f"at least {first + args.context}, the last for key means"
-        )
-    return key_means(model, ids[first : first + args.context], _MEAN_SKIP)
+        wanted = f"at least {first + args.context}, the last for key means and scales"
+        raise SpecError("--text", f"{len(ids)} tokens", wanted)
+    text = ids[first : first + args.context]
+    means = key_means(model, text, _MEAN_SKIP)
+    found = {"key_means": means}
+    if any(options.key_scale for options in asked):
+        found["key_scales"] = key_scales(model, text, _MEAN_SKIP, means)
+    return found
 
 
 def _schemes(
@@ -291,7 +302,7 @@ def _schemes(
     config: Any,
     device: Any,
     dtype: str,
-    means: Mapping[int, Any] | None,
+    statistics: Mapping[str, Mapping[int, Any]],
 ) -> list[Scheme]:
     from .evaluation.schemes import fp8_scheme, preset_scheme
 
@@ -305,7 +316,7 @@ def _schemes(
             preset_scheme(
                 config, parsed[0], name=name, backend=backend, target=_target(device), dtype=dtype,
                 block_size=args.block_size, protect=args.protect, skip_layers=args.skip_layers,
-                options=parsed[1], key_means=means,
+                options=parsed[1], **statistics,
             )
         )  # fmt: skip
     return made
@@ -355,8 +366,8 @@ def _run(args: argparse.Namespace, errors: Console) -> Report:
     ):
         if length > most:
             raise SpecError(name, length, f"at most the model's {most} positions")
-    means = _key_means(args, model, ids) if any(c and c[1].key_mean for c in caches.values()) else None
-    schemes = _schemes(args, caches, model.config, device, dtype, means)
+    statistics = _key_statistics(args, model, ids, [c[1] for c in caches.values() if c])
+    schemes = _schemes(args, caches, model.config, device, dtype, statistics)
     hidden = _hidden(args, ids, tokenizer)
     columns = (
         TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),

@@ -2,7 +2,8 @@
 
 They change no byte of a slot, so every backend serves them: attention over the packed tokens, which returns its lse, is
 merged with attention over the exact ones. Off by default. Written behind a preset's name, as in
-``3bit_nc+recent=128+first=4+key_mean``; ``+rotated_values``, which changes the slot, is part of the preset's own name.
+``3bit_nc+recent=128+first=4+key_mean+key_scale``; ``+rotated_values``, which changes the slot, is part of the preset's
+own name.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ __all__ = ["OPTIONS", "CacheOptions", "Option", "parse_cache"]
 
 _MOST: Final = 1 << 24
 _KEY_MEAN: Final = "key_mean"
+_KEY_SCALE: Final = "key_scale"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,11 @@ OPTIONS: Final = (
         "keys are packed less their mean",
         layer=(Without(Code.WINDOW), Without(Code.SINKS), Without(Code.SOFT_CAP)),
     ),
+    Option(
+        _KEY_SCALE,
+        "channels of keys are packed scaled, those of queries scaled back",
+        layer=(Without(Code.WINDOW),),
+    ),
     Option(ROTATED_VALUES[1:], "values are rotated and coded as keys are", Code.ROTATED_VALUES),
 )
 """Every option there is. Who serves one follows from it and from the backends' declarations: nothing else says so."""
@@ -53,31 +60,38 @@ class CacheOptions:
 
     key_mean: keys are packed less a constant per layer and KV head, their mean over other text or over the first
     chunk. It moves all scores of a query alike, which the lse of the packed tokens is corrected for.
+    key_scale: keys are packed times a constant per layer, KV head and channel, and queries of them divided by it: the
+    fourth root of the ratio of the queries' energy to the keys', measured on other text. No score changes.
     flush: tokens that move from the exact last ones to the packed ones at once.
     """
 
     recent: int = 0
     first: int = 0
     key_mean: bool = False
+    key_scale: bool = False
     flush: int = field(default=16, kw_only=True)
 
     def __post_init__(self) -> None:
         checked_int("recent", self.recent, 0, _MOST)
         checked_int("first", self.first, 0, _MOST)
         checked_int("flush", self.flush, 1, _MOST)
-        if not isinstance(self.key_mean, bool):
-            raise SpecError("key_mean", self.key_mean, "true or false")
+        for name in (_KEY_MEAN, _KEY_SCALE):
+            if not isinstance(getattr(self, name), bool):
+                raise SpecError(name, getattr(self, name), "true or false")
 
     def __bool__(self) -> bool:
-        return bool(self.recent or self.first or self.key_mean)
+        return bool(self.recent or self.first or self.key_mean or self.key_scale)
 
     def __str__(self) -> str:
         parts = [f"{name}={getattr(self, name)}" for name in ("recent", "first") if getattr(self, name)]
-        return "".join(f"+{part}" for part in (*parts, *([_KEY_MEAN] if self.key_mean else [])))
+        parts += [name for name in (_KEY_MEAN, _KEY_SCALE) if getattr(self, name)]
+        return "".join(f"+{part}" for part in parts)
 
     def refusals(self, request: Request) -> tuple[Refusal, ...]:
         """Why the request's layer cannot have these options; empty if it can."""
-        asked = {"recent=N": self.recent, "first=N": self.first, _KEY_MEAN: self.key_mean}
+        asked = {
+            "recent=N": self.recent, "first=N": self.first, _KEY_MEAN: self.key_mean, _KEY_SCALE: self.key_scale
+        }  # fmt: skip
         needs = dict.fromkeys(r for option in OPTIONS if asked.get(option.written) for r in option.layer)
         return refusals(needs, request)
 
@@ -93,18 +107,18 @@ class CacheOptions:
 
 
 def parse_cache(text: str) -> tuple[Preset, CacheOptions]:
-    """Preset and options of ``NAME[+rotated_values][+recent=N][+first=N][+key_mean]``; SpecError says what is wrong."""
+    """Preset and options of ``NAME[+rotated_values][+recent=N][+first=N][+key_mean][+key_scale]``, or SpecError."""
     name, *parts = str(text).split("+")
     values: dict[str, int | bool] = {}
     for part in parts:
         option, _, number = part.partition("=")
         if part == ROTATED_VALUES[1:] and not name.endswith(ROTATED_VALUES):
             name += ROTATED_VALUES
-        elif part == _KEY_MEAN and _KEY_MEAN not in values:
-            values[_KEY_MEAN] = True
+        elif part in (_KEY_MEAN, _KEY_SCALE) and part not in values:
+            values[part] = True
         elif option in ("recent", "first") and number.isdecimal() and option not in values:
             values[option] = int(number)
         else:
-            wants = f"{ROTATED_VALUES[1:]}, recent=N, first=N or {_KEY_MEAN}, each once"
+            wants = f"{ROTATED_VALUES[1:]}, recent=N, first=N, {_KEY_MEAN} or {_KEY_SCALE}, each once"
             raise SpecError("cache option", part, wants)
     return get_preset(name), CacheOptions(**values)  # type: ignore[arg-type]

@@ -30,6 +30,7 @@ WORDS = TEXT.split()
         ("4bit_nc", "turboquant_4bit_nc", CacheOptions()),
         ("turboquant_3bit_nc+recent=128", "turboquant_3bit_nc", CacheOptions(recent=128)),
         ("k8v4+key_mean+first=4+recent=8", "turboquant_k8v4", CacheOptions(8, 4, True)),
+        ("3bit_nc+key_scale+first=1", "turboquant_3bit_nc", CacheOptions(0, 1, key_scale=True)),
         ("3bit_nc+first=2+rotated_values", "turboquant_3bit_nc+rotated_values", CacheOptions(first=2)),
     ],
 )
@@ -55,7 +56,9 @@ def test_wrong_caches_are_named(text: str, what: str):
         parse_cache(text)
 
 
-@pytest.mark.parametrize("options", [{"flush": 0}, {"first": -1}, {"key_mean": 1}, {"recent": True}])
+@pytest.mark.parametrize(
+    "options", [{"flush": 0}, {"first": -1}, {"key_mean": 1}, {"key_scale": 0.5}, {"recent": True}]
+)
 def test_wrong_options_are_named(options: dict[str, Any]):
     with pytest.raises(SpecError, match=next(iter(options))):
         CacheOptions(**options)
@@ -308,10 +311,11 @@ def stepwise(model: Any, ids: tuple[int, ...], scheme: Any) -> Any:
         "3bit_nc+recent=5",
         "3bit_nc+first=3",
         "3bit_nc+recent=5+first=3+key_mean",
+        "3bit_nc+recent=5+key_mean+key_scale",
     ],
 )
 def test_one_pass_is_decoding_token_by_token(model: Any, cache: str):
-    from turboquant_rocm.evaluation.compare import compare, key_means
+    from turboquant_rocm.evaluation.compare import compare, key_means, key_scales
     from turboquant_rocm.evaluation.schemes import fp8_scheme, preset_scheme
 
     ids = random_ids(model, 60)
@@ -320,8 +324,14 @@ def test_one_pass_is_decoding_token_by_token(model: Any, cache: str):
     else:
         preset, options = parse_cache(cache)
         means = key_means(model, random_ids(model, 50, seed=1))
+        scales = key_scales(model, random_ids(model, 50, seed=1), 0, means)
         scheme = preset_scheme(
-            model.config, preset, backend="torch_reference", options=options, key_means=means
+            model.config,
+            preset,
+            backend="torch_reference",
+            options=options,
+            key_means=means,
+            key_scales=scales,
         )
         assert scheme.name == cache
     (found,) = compare(model, [Passage(ids)], [scheme])
@@ -384,6 +394,34 @@ def test_bytes_of_schemes(model: Any):
     assert mixed.bytes_per_token == 2 * 54 + 2 * exact
     with pytest.raises(SpecError, match="key_means"):
         preset_scheme(model.config, "3bit_nc", backend="torch_reference", options=CacheOptions(key_mean=True))
+    with pytest.raises(SpecError, match="key_scales"):
+        preset_scheme(
+            model.config, "3bit_nc", backend="torch_reference", options=CacheOptions(key_scale=True)
+        )
+
+
+def test_key_statistics(model: Any):
+    """Means of what attention reads; scaled keys and queries have the same energy in every channel."""
+    import torch
+
+    from turboquant_rocm.evaluation.attention import reading
+    from turboquant_rocm.evaluation.compare import key_means, key_scales
+
+    ids = random_ids(model, 50, seed=1)
+    seen = {}
+    with torch.no_grad(), reading(model, None, lambda layer, q, k: seen.update({layer: (q, k)})):
+        model(input_ids=torch.tensor([list(ids)]), use_cache=False)
+    means = key_means(model, ids, 4)
+    scales = key_scales(model, ids, 4, means)
+    assert sorted(means) == sorted(scales) == sorted(seen) == list(range(model.config.num_hidden_layers))
+    for layer, (query, key) in seen.items():
+        rest = key[0, :, 4:]
+        assert torch.allclose(means[layer], rest.mean(1, keepdim=True), atol=1e-6)
+        keys = ((rest - means[layer]) * scales[layer]).square().mean(1)
+        groups = query.shape[1] // key.shape[1]
+        wide = scales[layer].repeat_interleave(groups, 0)
+        queries = (query[0, :, 4:] / wide).square().mean(1).unflatten(0, (-1, groups)).mean(1)
+        assert torch.allclose(keys, queries, rtol=1e-4)
 
 
 def test_standard_errors_and_pairing():

@@ -936,9 +936,9 @@ def test_options_are_listed_with_those_that_serve_them():
     """From the declarations: what is around the kernels works with all, rotated values with those that say so."""
     _, text, _ = explain("--format json")
     listed = {option["option"]: option for option in json.loads(text)["options"]}
-    assert list(listed) == ["recent=N", "first=N", "key_mean", "rotated_values"]
+    assert list(listed) == ["recent=N", "first=N", "key_mean", "key_scale", "rotated_values"]
     ready = [b.name for b in backends() if b.ready]
-    for name in ("recent=N", "first=N", "key_mean"):
+    for name in ("recent=N", "first=N", "key_mean", "key_scale"):
         assert listed[name]["backends"] == ready
         assert {"code": "window", "wants": "none"} in listed[name]["layer"]
     assert listed["rotated_values"]["backends"] == ["triton_rotated", "torch_reference"]

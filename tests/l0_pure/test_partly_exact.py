@@ -5,6 +5,7 @@ The evaluation computes the same attention over whole tensors with masks, so it 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 from tests.cases import rel_l2  # noqa: E402
 from turboquant_rocm import SpecError  # noqa: E402
 from turboquant_rocm.evaluation.attention import reading  # noqa: E402
-from turboquant_rocm.evaluation.compare import key_means  # noqa: E402
+from turboquant_rocm.evaluation.compare import key_means, key_scales  # noqa: E402
 from turboquant_rocm.evaluation.schemes import preset_scheme  # noqa: E402
 from turboquant_rocm.integrations import transformers as tq  # noqa: E402
 from turboquant_rocm.options import CacheOptions  # noqa: E402
@@ -29,6 +30,8 @@ OPTIONS = [
     CacheOptions(1, 1, flush=1),
     ALL,
     CacheOptions(64, 2, True),
+    CacheOptions(0, 0, False, True),
+    CacheOptions(5, 3, True, True, flush=4),
 ]
 
 
@@ -60,8 +63,14 @@ def tokens(batch: int, count: int, seed: int = 1) -> Any:
     return torch.randint(1, 89, (batch, count), generator=torch.Generator().manual_seed(seed))
 
 
+def scales(model: Any) -> Any:
+    return key_scales(model, tokens(1, 50, 2)[0].tolist())
+
+
 def opened(model: Any, options: CacheOptions, **more: Any) -> tq.TurboQuantCache:
     more = {"backend": "torch_reference", "protect": 0, "dtype": "fp32", "checks": "full", **more}
+    if getattr(options, "key_scale", False):
+        more["key_scales"] = scales(model)
     return tq.TurboQuantCache(model.config, "turboquant_3bit_nc", options=options, **more)
 
 
@@ -84,11 +93,16 @@ def close(found: Any, want: Any) -> bool:
 def test_decoding_is_the_evaluation_s_pass(model: Any, options: CacheOptions, mode: str):
     """From a prompt of one token, whose own attention is exact in the cache: the options' first token is, in both."""
     if not options.first:
-        options = CacheOptions(options.recent, 1, options.key_mean, flush=options.flush)
+        options = replace(options, first=1)
     ids = tokens(1, COUNT)
     means = key_means(model, tokens(1, 50, 2)[0].tolist())
     scheme = preset_scheme(
-        model.config, "3bit_nc", backend="torch_reference", options=options, key_means=means
+        model.config,
+        "3bit_nc",
+        backend="torch_reference",
+        options=options,
+        key_means=means,
+        key_scales=scales(model),
     )
     found = forced(model, ids, opened(model, options, key_means=means), (1,) * COUNT)
     with torch.no_grad(), reading(model, scheme):
@@ -186,6 +200,15 @@ def test_bytes(model: Any):
 def test_what_is_refused(model: Any):
     with pytest.raises(SpecError, match="options='recent'"):
         opened(model, "recent")  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=r"key_scales\[0\]=None .wants \[Hk, 1, D\]"):
+        tq.TurboQuantCache(
+            model.config,
+            "3bit_nc",
+            "torch_reference",
+            options=CacheOptions(key_scale=True),
+            dtype="fp32",
+            protect=0,
+        )
     with pytest.raises(SpecError, match=r"key_means\[1\]"):
         opened(model, ALL, key_means={1: torch.zeros(3)})
     capped = transformers.Gemma2Config(

@@ -7,7 +7,7 @@ attend to raw: the harder case.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -19,15 +19,20 @@ from ..integrations.transformers import UnsupportedError, native_attention
 from ..options import CacheOptions
 from .schemes import Scheme
 
-__all__ = ["ATTENTION", "reading"]
+__all__ = ["ATTENTION", "Watch", "reading"]
 
 ATTENTION: Final = "turboquant_evaluation"
 """Name of the attention, for ``model.set_attn_implementation``."""
 _ROWS: Final = 256  # queries whose scores are held at once
 
 
+Watch = Callable[[int, torch.Tensor, torch.Tensor], None]
+"""(layer, query [B, Hq, S, D], key [B, Hk, S, D]): called by every attention of a pass that is watched."""
+
+
 class _Active:
     scheme: Scheme | None = None
+    watch: Watch | None = None
 
 
 def _attention(
@@ -41,6 +46,8 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     scheme = _Active.scheme
+    if _Active.watch is not None:
+        _Active.watch(module.layer_idx, query, key)
     read_back = None if scheme is None else scheme.layers.get(module.layer_idx)
     if scheme is None or read_back is None:
         return native_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
@@ -95,14 +102,14 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 @contextmanager
-def reading(model: Any, scheme: Scheme | None) -> Iterator[None]:
+def reading(model: Any, scheme: Scheme | None, watch: Watch | None = None) -> Iterator[None]:
     """In this block ``model``, called without a cache, reads keys and values of ``scheme`` (None: its own)."""
     config = model.config.get_text_config(decoder=True)
-    before, outer = config._attn_implementation, _Active.scheme
+    before, outer = config._attn_implementation, (_Active.scheme, _Active.watch)
     model.set_attn_implementation(ATTENTION)
-    _Active.scheme = scheme
+    _Active.scheme, _Active.watch = scheme, watch
     try:
         yield
     finally:
-        _Active.scheme = outer
+        _Active.scheme, _Active.watch = outer
         model.set_attn_implementation(before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from ..spec import SpecError
-from .attention import reading
+from .attention import Watch, reading
 from .report import Summary
-from .schemes import ReadBack, Scheme, model_layers
+from .schemes import Scheme
 from .tasks import Passage
 
-__all__ = ["BLOCK", "Comparison", "Scores", "compare", "key_means", "summarize"]
+__all__ = ["BLOCK", "Comparison", "Scores", "compare", "key_means", "key_scales", "summarize"]
 
 BLOCK: Final = 128
 """Standard errors are those of means over blocks of so many tokens: neighbours are not independent."""
@@ -59,21 +59,42 @@ def _log_probabilities(model: Any, passage: Passage, scheme: Scheme | None) -> t
         return logits.float()
 
 
+def _watched(model: Any, ids: Sequence[int], watch: Watch) -> None:
+    with torch.inference_mode(), reading(model, None, watch):
+        model(input_ids=torch.tensor([list(ids)], device=model.device), use_cache=False, logits_to_keep=1)
+
+
 def key_means(model: Any, ids: Sequence[int], skip: int = 0) -> dict[int, torch.Tensor]:
     """Mean keys [Hk, 1, D] of every layer over a text, its first ``skip`` tokens left out: for the option key_mean."""
     found: dict[int, torch.Tensor] = {}
 
-    def of_layer(layer: int) -> ReadBack:
-        def read_back(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            found[layer] = key[0, :, skip:].float().mean(1, keepdim=True).to(key.dtype)
-            return key, value
+    def watch(layer: int, query: torch.Tensor, key: torch.Tensor) -> None:
+        found[layer] = key[0, :, skip:].float().mean(1, keepdim=True).to(key.dtype)
 
-        return read_back
+    _watched(model, ids, watch)
+    return found
 
-    scheme = Scheme(
-        "key means", {layer.index: of_layer(layer.index) for layer in model_layers(model.config)}, 0.0
-    )
-    _log_probabilities(model, Passage(tuple(ids), len(ids) - 1), scheme)
+
+def key_scales(
+    model: Any, ids: Sequence[int], skip: int = 0, means: Mapping[int, torch.Tensor] | None = None
+) -> dict[int, torch.Tensor]:
+    """Scales [Hk, 1, D] of every layer over a text, its first ``skip`` tokens left out: for the option key_scale.
+
+    The fourth root of mean q^2 / mean k^2 of each channel, q of all query heads of the KV head, k less ``means``: then
+    scaled keys and queries have the same energy. Channels without any have scale 1.
+    """
+    found: dict[int, torch.Tensor] = {}
+
+    def watch(layer: int, query: torch.Tensor, key: torch.Tensor) -> None:
+        k = key[0, :, skip:].float()
+        if means is not None:
+            k = k - means[layer].float()
+        q = query[0, :, skip:].float().square().mean(1).view(k.shape[0], -1, k.shape[2]).mean(1)
+        k = k.square().mean(1)
+        scale = torch.where((q > 0) & (k > 0), (q / k).pow(0.25), 1.0)
+        found[layer] = scale[:, None].to(key.dtype)
+
+    _watched(model, ids, watch)
     return found
 
 

@@ -59,12 +59,14 @@ def exact_bytes(layer: LayerSpec) -> int:
     return layer.num_kv_heads * (layer.head_size + layer.value_size) * _EXACT_BYTES
 
 
-def _stored(bound: BoundLayer, mean: torch.Tensor | None) -> ReadBack:
-    """Through the store and the dequantise of a bound layer, over pages of its own. mean: [Hk, 1, D], of keys."""
+def _stored(bound: BoundLayer, mean: torch.Tensor | None, scale: torch.Tensor | None) -> ReadBack:
+    """Through the store and dequantise of a bound layer, over pages of its own. mean, scale: [Hk, 1, D], of keys."""
 
     def read_back(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if mean is not None:
             key = key - mean
+        if scale is not None:
+            key = key * scale
         batch, _, count, _ = key.shape
         pages = -(-count // bound.layout.block_size)
         cache = bound.allocate(batch * pages, key.device)
@@ -75,8 +77,10 @@ def _stored(bound: BoundLayer, mean: torch.Tensor | None) -> ReadBack:
         bound.store(*rows, cache, slots)
         lengths = torch.full((batch,), count, dtype=torch.int32, device=key.device)
         read = bound.dequantize(cache, table, lengths, dtype=key.dtype, total=batch * count)
-        back = [x.view(batch, count, *x.shape[1:]).transpose(1, 2) for x in (read.key, read.value)]
-        return back[0] if mean is None else back[0] + mean, back[1]
+        back, value = (x.view(batch, count, *x.shape[1:]).transpose(1, 2) for x in (read.key, read.value))
+        if scale is not None:
+            back = back / scale
+        return back if mean is None else back + mean, value
 
     return read_back
 
@@ -94,14 +98,18 @@ def preset_scheme(
     skip_layers: Collection[int | str] = (),
     options: CacheOptions = NONE,
     key_means: Mapping[int, torch.Tensor] | None = None,
+    key_scales: Mapping[int, torch.Tensor] | None = None,
 ) -> Scheme:
     """``preset`` through the backend that a TurboQuantCache for ``config`` would bind: same arguments, same errors.
 
     protect, skip_layers: layers that stay exact; none by default, unlike in a cache for serving. key_means: of
-    :func:`.compare.key_means`, needed with the option ``key_mean``.
+    :func:`.compare.key_means`, needed with the option ``key_mean``. key_scales: of :func:`.compare.key_scales`, with
+    ``key_scale``.
     """
     if options.key_mean and key_means is None:
         raise SpecError("key_means", None, "means of all layers, for the option key_mean")
+    if options.key_scale and key_scales is None:
+        raise SpecError("key_scales", None, "scales of all layers, for the option key_scale")
     cache = TurboQuantCache(
         config, preset, backend, target=target, dtype=dtype, block_size=block_size, protect=protect,
         skip_layers=skip_layers,
@@ -113,10 +121,12 @@ def preset_scheme(
         layer = cache.layers[entry.layer.index]
         if isinstance(layer, PackedLayer):
             mean = key_means[entry.layer.index] if options.key_mean and key_means else None
-            layers[entry.layer.index] = _stored(layer.bound, mean)
+            scale = key_scales[entry.layer.index] if options.key_scale and key_scales else None
+            layers[entry.layer.index] = _stored(layer.bound, mean, scale)
             size[entry.layer.index] = layer.bound.layout.bytes_per_token
             beside += exact_bytes(entry.layer) * options.exact_tokens
-            beside += entry.layer.num_kv_heads * entry.layer.head_size * _EXACT_BYTES * options.key_mean
+            vectors = options.key_mean + options.key_scale
+            beside += entry.layer.num_kv_heads * entry.layer.head_size * _EXACT_BYTES * vectors
         elif entry.layer.keeps_cache and entry.layer.kv_shared_with is None:
             size[entry.layer.index] = exact_bytes(entry.layer)
     if not layers:

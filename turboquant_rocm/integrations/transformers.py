@@ -383,6 +383,7 @@ class PartlyExactLayer(PackedLayer):
 
     The first tokens are kept as they are, all others in a :class:`..compressed_store.CompressedKVStore`, of which the
     last ones are exact. key_mean: [Hk, 1, D], or None: that of the first keys that go to the store, over all sequences.
+    key_scale: [Hk, 1, D], what those keys are then multiplied by, and queries of them divided by; with the option only.
     Windows are not supported: such layers keep few tokens anyway.
     """
 
@@ -392,12 +393,16 @@ class PartlyExactLayer(PackedLayer):
         direct: Callable[[], bool],
         options: CacheOptions,
         key_mean: torch.Tensor | None = None,
+        key_scale: torch.Tensor | None = None,
     ) -> None:
         layer, d = bound.layer, bound.decision
         if why := options.refusals(Request(layer, d.target, d.preset, d.block_size)):
             raise UnsupportedError(f"layer {layer.index}: {options} with {', '.join(map(str, why))}")
+        if options.key_scale and key_scale is None:
+            raise SpecError(f"key_scales[{layer.index}]", None, "[Hk, 1, D], for the option key_scale")
         self.options = options
         self._given_mean = key_mean
+        self._given_scale = key_scale if options.key_scale else None
         super().__init__(bound, direct)
 
     def _empty(self) -> None:
@@ -405,6 +410,7 @@ class PartlyExactLayer(PackedLayer):
         self._first: tuple[torch.Tensor, torch.Tensor] | None = None  # [B, n, Hk, D] and [B, n, Hk, Dv]
         self._rest: CompressedKVStore | None = None
         self._mean: torch.Tensor | None = None  # [Hk, D]
+        self._scale: torch.Tensor | None = None  # [Hk, D]
 
     def _store(self, key: torch.Tensor, value: torch.Tensor) -> None:
         parts = [x.transpose(1, 2) for x in (key, value)]
@@ -427,8 +433,12 @@ class PartlyExactLayer(PackedLayer):
                 given = self._given_mean
                 mean = parts[0].float().mean((0, 1)) if given is None else given[:, 0]
                 self._mean = mean.to(key)
+            if self._given_scale is not None:
+                self._scale = self._given_scale[:, 0].to(key)
         if self._mean is not None:
             parts[0] = parts[0] - self._mean
+        if self._scale is not None:
+            parts[0] = parts[0] * self._scale
         self._rest.append(*parts)
 
     def dequantized(self, start: int, stop: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -438,6 +448,8 @@ class PartlyExactLayer(PackedLayer):
             parts.append([x[:, start : min(stop, first)] for x in self._first])
         if self._rest is not None and stop > first:
             key, value = self._rest.read(max(0, start - first), stop - first, dtype)
+            if self._scale is not None:
+                key = (key.float() / self._scale.float()).to(dtype)
             parts.append([key if self._mean is None else key + self._mean, value])
         made = [torch.cat(x, 1).transpose(1, 2) for x in zip(*parts, strict=True)]
         return made[0], made[1]
@@ -455,7 +467,11 @@ class PartlyExactLayer(PackedLayer):
                 self._over(rows[b], key[b], value[b], scale, chunk.before, sinks) for b in range(len(rows))
             ]
             return torch.stack(found).to(query.dtype)
-        got = self._rest.attend(rows, scale=scale, sinks=sinks, return_lse=True)
+        scaled = rows
+        if self._scale is not None:
+            per_head = self._scale.repeat_interleave(layer.gqa_ratio, 0).float()
+            scaled = (rows.float() / per_head).to(rows.dtype)
+        got = self._rest.attend(scaled, scale=scale, sinks=sinks, return_lse=True)
         assert isinstance(got, tuple)
         out, lse = got[0].float(), got[1]
         if self._mean is not None:
@@ -505,8 +521,8 @@ class PartlyExactLayer(PackedLayer):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of pages, exact tokens and the key mean."""
-        kept = [*(self._first or ()), *([] if self._mean is None else [self._mean])]
+        """Bytes of pages, exact tokens, the keys' mean and scale."""
+        kept = [*(self._first or ()), *(x for x in (self._mean, self._scale) if x is not None)]
         return (0 if self._rest is None else self._rest.nbytes) + sum(int(x.nbytes) for x in kept)
 
     def bytes_for(self, tokens: int, itemsize: int) -> int:
@@ -702,7 +718,7 @@ class TurboQuantCache(Cache):
     end (default: 2 for dense models). skip_layers: indices, or kinds such as ``sliding``, that stay native. checks: of
     every call, see :data:`..ops.Checks`. options: tokens that stay exact, and keys less their mean; layers with a
     window go without. key_means: [Hk, 1, D] by layer, as :func:`..evaluation.compare.key_means` measures them; others
-    take the mean of the first chunk.
+    take the mean of the first chunk. key_scales: likewise, of :func:`..evaluation.compare.key_scales`, for key_scale.
 
     ``plan`` says what was decided; it is logged once. Layers that no backend serves stay native with a warning; if
     none is served, IneligibleError lists every reason. SpecError names a wrong argument.
@@ -723,11 +739,13 @@ class TurboQuantCache(Cache):
         checks: Checks = "shapes",
         options: CacheOptions | None = None,
         key_means: Mapping[int, torch.Tensor] | None = None,
+        key_scales: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
         if options is not None and not isinstance(options, CacheOptions):
             raise SpecError("options", options, "CacheOptions, or none")
         self.options = CacheOptions() if options is None else options
         self._key_means = key_means or {}
+        self._key_scales = key_scales or {}
         if not hasattr(config, "get_text_config"):
             raise SpecError("config", type(config).__name__, "a transformers config, as model.config")
         text = config.get_text_config(decoder=True)
@@ -780,11 +798,12 @@ class TurboQuantCache(Cache):
         refused = self.options.refusals(self.plan.question.request(entry.layer))
         if not self.options or any(refusal.code is Code.WINDOW for refusal in refused):
             return PackedLayer(bound, direct)
-        mean = self._key_means.get(index)
+        mean, scale = self._key_means.get(index), self._key_scales.get(index)
         wants = (entry.layer.num_kv_heads, 1, entry.layer.head_size)
-        if mean is not None and tuple(mean.shape) != wants:
-            raise SpecError(f"key_means[{index}]", tuple(mean.shape), f"{wants} = [Hk, 1, D]")
-        return PartlyExactLayer(bound, direct, self.options, mean)
+        for name, given in (("key_means", mean), ("key_scales", scale)):
+            if given is not None and tuple(given.shape) != wants:
+                raise SpecError(f"{name}[{index}]", tuple(given.shape), f"{wants} = [Hk, 1, D]")
+        return PartlyExactLayer(bound, direct, self.options, mean, scale)
 
     def _summary(self) -> str:
         parts = []
