@@ -112,9 +112,9 @@ def test_engine_serves_and_predicts_as_the_evaluation_says(preset: str, tmp_path
 
     That is what the evaluation computes, but not to the last bit: products are added up in another order, so a few
     coordinates in a million fall to the other side of a bucket's edge. Each of them moves what later layers store. With
-    3-bit keys the predictions of single tokens then differ by 0.6 (standard deviation), as much as between two
-    evaluations with weights that differ by 1e-6, and 1,023 of them do not tell 1 % from noise. So the evaluation also
-    reads the codes that the engine has stored, layer by layer, and says how many it would have stored otherwise.
+    3-bit keys the predictions of single tokens then differ by 0.5 to 0.6 (standard deviation), as between evaluations
+    with weights that differ by 1e-6, and 1,023 of them do not tell 1 % from noise. So the evaluation also reads the
+    codes that the engine has stored, layer by layer, and says how many it would have stored otherwise.
     """
     windows = [list(text_ids()[i * SCORED : (i + 1) * SCORED]) for i in range(WINDOWS)]
     scored = {"max_tokens": 1, "score": True}
@@ -152,7 +152,7 @@ def test_engine_serves_and_predicts_as_the_evaluation_says(preset: str, tmp_path
 
     told = evaluated(preset, windows, kept, tmp_path)
     nll = [output["nll"] for batch in found["batches"][1:] for output in batch["outputs"]]
-    assert [len(x) for x in nll] == [SCORED - 1] * WINDOWS and SCORED - 1 >= 1000
+    assert [len(x) for x in nll] == [SCORED - 1] * WINDOWS
     same = math.expm1(fmean(nll[0]) - fmean(told["kept"]))
     changes = [a - b for x, y in zip(nll, told["free"], strict=True) for a, b in zip(x, y, strict=True)]
     blocks = [fmean(changes[i : i + SPREAD]) for i in range(0, len(changes) - SPREAD + 1, SPREAD)]
@@ -166,7 +166,7 @@ def test_engine_serves_and_predicts_as_the_evaluation_says(preset: str, tmp_path
     )
     assert abs(same) <= 0.01
     assert max(abs(a - b) for a, b in zip(nll[0], told["kept"], strict=True)) <= 0.01
-    assert 0 <= told["parted"] <= 0.001
+    assert told["parted"] <= 0.001
     assert abs(free) <= max(0.01, 3 * error)
     assert exact * 1.001 < engine  # the cache was quantised
 
