@@ -307,6 +307,7 @@ def stepwise(model: Any, ids: tuple[int, ...], scheme: Any) -> Any:
     [
         "fp8",
         "3bit_nc",
+        "prod_k3v2",
         "4bit_nc+rotated_values",
         "3bit_nc+recent=5",
         "3bit_nc+first=3",
