@@ -10,6 +10,7 @@ from turboquant_rocm.backends._triton.device import (
     centroid_pairs3,
     centroid_pairs4,
     fp8_pairs,
+    fp8_unpack,
     funnel,
     halves,
     pair_order,
@@ -52,10 +53,16 @@ def twins_kernel(
 ):
     i = tl.arange(0, N)
     word = tl.load(words_ptr + i)
-    tl.store(funnel_ptr + i, funnel(word, word ^ 0x5A5A5A5A, i & 31, TARGET))
+    tl.store(
+        funnel_ptr + i, funnel(word, word ^ 0x5A5A5A5A, i & 31, "cuda" if TARGET == "unpack" else TARGET)
+    )
     if BITS == 8:
-        a, b = fp8_pairs(word, TARGET)
-        c, d = fp8_pairs(word ^ 0x01010101, TARGET)
+        if TARGET == "unpack":
+            a, b = fp8_unpack(word)
+            c, d = fp8_unpack(word ^ 0x01010101)
+        else:
+            a, b = fp8_pairs(word, TARGET)
+            c, d = fp8_pairs(word ^ 0x01010101, TARGET)
     elif BITS == 4:
         a, b, c, d = centroid_pairs4(word, TABLE, TARGET)
     else:

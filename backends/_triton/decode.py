@@ -26,15 +26,18 @@ two halves of a 16-entry codebook are looked up apart, each giving 0 for the cod
 adds them up. Planes leave an offset out, which is one number per column: it is added with the scale.
 
 Nothing is multiplied per element. Budget of integer instructions per element: K 1.4 (4-bit, two planes), 1.1 (3-bit,
-one plane), fp16 route 2.1 to 2.4, FP8 2; V 0.8 and half a multiply-add; an eighth to a half of a matrix instruction.
+one plane), fp16 route 2.1 to 2.4, FP8 0.5 with the instruction and 2 without; V 0.8 and half a multiply-add; an eighth
+to a half of a matrix instruction.
 
-What moves when. With PREFETCH the keys of the next tile are read as soon as this tile's have been decoded, into the
-same registers, and its values likewise: each is in flight for half a tile's time or more. Page ids are fetched a tile
-ahead. Groups of 16 tokens never cross a block, so a tile needs T / 16 scalar page ids, and addresses are a scalar per
-group plus loop-invariant lane offsets. A group is read if it holds a visible token; words of its other slots may be
-anything, which is harmless because every code decodes to a finite number, and their norm, scale and zero are not
-loaded (masked, 0). So nothing that was never stored can reach the result. Tiles outside the window or past the
-sequence are never touched.
+What moves when. With PREFETCH keys, values and page ids of the next tile are read together as soon as this tile's key
+words have been decoded and its value words have changed into halfwords, so into the same registers: in flight for more
+than half a tile's time. Together, because NVIDIA's compiler counts all reads of a loop on one scoreboard: a wait for
+the first is a wait for the last. Groups of 16 tokens never cross a block, so a tile needs T / 16 scalar page ids, and
+an address is a pointer per group plus lane offsets that do not change. A group is read if it holds a visible token;
+words of its other slots may be anything, which is harmless because every code decodes to a finite number (or, where
+FP8 is unpacked by an instruction, to a NaN that the mask replaces), and their norm, scale and zero are not loaded
+(masked, 0). So nothing that was never stored can reach the result. Tiles outside the window or past the sequence are
+never touched.
 
 Row j of a sequence with q query tokens sees keys [max(0, h - window), h), h = seq_len - q + j + 1.
 """
@@ -66,7 +69,6 @@ __all__ = ["decode_kernel"]
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 _P_LOG2 = tl.constexpr(14)  # log2 of where fp16(P * scale * r) ends
-_ONE_BITS = tl.constexpr(0x3F800000)  # of 1.0
 _CENTROID_EPS = tl.constexpr(1e-16)
 
 
@@ -519,19 +521,6 @@ def _power_of_2(
 ):
     """2^exponent, fp32."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _scaled(
-    tiles,  # tuple of COUNT tiles [., N]
-    factors,  # [N]
-    COUNT: tl.constexpr,
-):
-    """The tiles with their columns multiplied by ``factors``."""
-    out = ()
-    for u in tl.static_range(COUNT):
-        out = out + (tiles[u] * factors[None, :],)
-    return out
 
 
 @triton.jit
@@ -1096,13 +1085,10 @@ def decode_kernel(
         shrink = alpha * _power_of_2(scale_top - new_scale_top)
         scale_top = new_scale_top
 
-        # Maxima rarely change after the first tiles, and 1 need not be multiplied by. (0, 1] is ordered as its bits.
-        if tl.min(shrink.to(tl.int32, bitcast=True), axis=0) < _ONE_BITS:
-            acc = _scaled(acc, shrink, VUNITS)
         new_acc = ()
         for u in tl.static_range(VUNITS):
             values = _value_operand(v_words[u], T, VALUE[0], RUNS, ROWS, SLOW, VRUN, VLANE, TARGET)
-            new_acc = new_acc + (tl.dot(values, p16, acc[u]),)
+            new_acc = new_acc + (tl.dot(values, p16, acc[u] * shrink[None, :]),)
         acc = new_acc
         if not PREFETCH:
             pages = _page_ids(table_ptr, token + T, last_group, some, BLOCK_SIZE, GROUPS)

@@ -155,9 +155,11 @@ class DecodePlan:
             base["value_lanes"],
             alignment(layout, "value_data", cache_alignment),
         )
-        # Programmatic dependent launch (sm_90 and later): decode starts while prepare runs, reduce while decode ends.
-        # Each waits before it reads what the one before it writes; all else was written before prepare was started,
-        # because prepare itself is launched in the order of the stream.
+        # Programmatic dependent launch (sm_90 and later): reduce starts while decode ends, and a decode that is far
+        # from filling the device while prepare ends. Each waits before it reads what the one before it writes; all
+        # else was written before prepare was started, because prepare is launched in the order of the stream. A decode
+        # that fills the device must not: programs that come while others hold registers leave holes between theirs
+        # that fit none, and what would be one wave of programs becomes two.
         self.pdl = self.kind == "cuda" and int(target.arch.removeprefix("sm_")) >= 90
         self.planes = 0
         if base["int8_keys"] and not preset.fp8_keys and not corrects_norm(layout):
@@ -262,8 +264,10 @@ class DecodePlan:
             "enable_fp_fusion": True,
         }
 
-    def decode_constants(self, columns: int, multi: bool, direct: bool, write_lse: bool) -> dict[str, Any]:
-        """Constexprs and options of the decode kernel."""
+    def decode_constants(
+        self, columns: int, multi: bool, direct: bool, write_lse: bool, early: bool = False
+    ) -> dict[str, Any]:
+        """Constexprs and options of the decode kernel. early: start it while prepare runs, where the target can."""
         choice = self.tuned(columns)
         return {
             **self.constants,
@@ -273,7 +277,7 @@ class DecodePlan:
             "MULTI": multi,
             "DIRECT": direct,
             "WRITE_LSE": write_lse and direct,
-            **({"launch_pdl": True} if self.pdl else {}),
+            **({"launch_pdl": True} if self.pdl and early else {}),
             "num_warps": choice["num_warps"],
             "num_stages": choice["num_stages"],
             "enable_fp_fusion": True,
@@ -486,8 +490,9 @@ class TritonOps:
                     constants = plan.decode_constants(columns, multi, True, write)
                     compiled.append(self._compile(decode_kernel, constants, {"out_ptr": dtype}))
                 else:
-                    constants = plan.decode_constants(columns, multi, False, False)
-                    compiled.append(self._compile(decode_kernel, constants, {}))
+                    for early in (False, True) if plan.pdl else (False,):
+                        constants = plan.decode_constants(columns, multi, False, False, early)
+                        compiled.append(self._compile(decode_kernel, constants, {}))
                     for fewer, *_ in ((1,), *_JOINS):  # shorter contexts have fewer splits
                         if fewer >= most_splits:
                             break
@@ -544,6 +549,8 @@ class TritonOps:
         choice = plan.tuned(columns)
         rows = tokens * self.layer.num_heads
         heads = self.layer.num_kv_heads * plan.column_tiles(max_query_len)
+        capacity = choice["programs_per_cu"] * _compute_units(device)
+        early = not direct and 2 * heads * splits * batch <= capacity
         reduce = None
         if not direct:
             constants = plan.reduce_constants(not single, not no_lse, splits)
@@ -553,7 +560,7 @@ class TritonOps:
             decode=Kernel(
                 decode_kernel,
                 (heads, splits, batch),
-                plan.decode_constants(columns, not single, direct, not no_lse),
+                plan.decode_constants(columns, not single, direct, not no_lse, early),
             ),
             reduce=reduce,
             rows=rows,

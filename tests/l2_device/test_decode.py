@@ -238,6 +238,19 @@ def test_device_functions(bits, target):
     assert torch.equal(run(bits, kind, "cuda"), run(bits, "portable", "cuda"))
 
 
+def test_fp8_unpacked_by_an_instruction(target):
+    """All bytes but the two NaN ones: what integer code finds, times 256."""
+    if target.vendor != "nvidia" or target.fp8_format is None:
+        pytest.skip(f"{target.arch} has no instruction that unpacks E4M3FN to fp16")
+    numbers = [
+        run(8, kind, "cuda")[:, :8].contiguous().view(torch.float16) for kind in ("unpack", "portable")
+    ]
+    found, expected = numbers[0].double(), numbers[1].double() * 256
+    nan = expected.abs() == 480
+    assert nan.any() and torch.equal(found.isnan(), nan)
+    assert torch.equal(found[~nan], expected[~nan])
+
+
 @pytest.mark.parametrize(("bits", "planes"), [(3, 1), (3, 2), (4, 2)])
 def test_byte_functions(bits, planes, target):
     """The same for planes of int8 centroids, and for value codes as numbers."""
