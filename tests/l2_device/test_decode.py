@@ -240,6 +240,8 @@ def test_device_functions(bits, target):
 
 def test_fp8_unpacked_by_an_instruction(target):
     """All bytes but the two NaN ones: what integer code finds, times 256."""
+    from tests.device_twins import run
+
     if target.vendor != "nvidia" or target.fp8_format is None:
         pytest.skip(f"{target.arch} has no instruction that unpacks E4M3FN to fp16")
     numbers = [
