@@ -99,6 +99,24 @@ def prompt_of(model: Any, count: int) -> torch.Tensor:
     return torch.randint(5, model.config.vocab_size, (1, count), generator=g).to(model.device)
 
 
+STORY = """In 1851 the harbour town built its first lighthouse. The keeper, a quiet woman called Ada, climbed the stairs
+every evening, trimmed the lamp and wrote the weather into a large book. One stormy night in October she saw a ship"""
+
+
+def story(model: Any, count: int) -> torch.Tensor:
+    """[1, count] tokens of English for the model of the folder; random ones for random weights.
+
+    Random tokens bring a trained model to repeat one token for ever.
+    """
+    folder = model_folder()
+    if folder is None:
+        return prompt_of(model, count)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    ids = tokenizer(STORY, add_special_tokens=False).input_ids[:count]
+    assert len(ids) == count, f"a longer story: {len(ids)} tokens of {count}"
+    return torch.tensor([ids], device=model.device)
+
+
 @contextmanager
 def beside_native() -> Iterator[dict[int, float]]:
     """Runs every attention over packed tokens a second time, in transformers, over the same tokens dequantised.
@@ -146,7 +164,7 @@ def check_generate(
     tokens, where another order of the same sums decides a near tie. 0 where there is none.
     """
     prompt = 48
-    text = prompt_of(model, prompt)
+    text = story(model, prompt)
     options: dict[str, Any] = {"dtype": dtype, "target": target, "protect": 0, "checks": "full"}
     plain = model.config._attn_implementation
     cache = tq.TurboQuantCache(model.config, "turboquant_4bit_nc", backend, **options)
