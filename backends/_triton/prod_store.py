@@ -42,6 +42,7 @@ from .store import (
     _store_codes,
     _store_granules,
     _store_half,
+    given_slots,
     row_bytes,
     row_sum,
     store_constexprs,
@@ -299,14 +300,10 @@ def prod_store_kernel(
     R: tl.constexpr,
 ):
     """Program (i, 0): keys of rows i * R to i * R + R - 1; program (i, 1): their values."""
-    row = tl.program_id(0) * R + tl.arange(0, R)
-    inside = row < rows
-    token = row // HK
-    head = row - token * HK
-    slot = tl.load(slot_ptr + token.to(tl.int64) * slot_stride, inside, -1).to(tl.int64)
+    token, head, inside, slot = given_slots(slot_ptr, slot_stride, rows, HK, R)
     kept = slot >= 0
     if tl.program_id(1) == 0:
-        offset = token.to(tl.int64) * key_token_stride + head * key_head_stride
+        offset = token * key_token_stride + head * key_head_stride
         _store_keys(
             key_ptr, cache_ptr, nonfinite_ptr, sketch_ptr, offset, inside, slot, kept, head, D, LOG_D, CODE_BITS,
             ROT_SCALE, MIDS, SQUARES, CENTROIDS, BLOCK_SIZE, BLOCK_STRIDE, KEY_DATA, KEY_SIGNS, KEY_NORM,
@@ -314,7 +311,7 @@ def prod_store_kernel(
             COUNT, R,
         )  # fmt: skip
     else:
-        offset = token.to(tl.int64) * value_token_stride + head * value_head_stride
+        offset = token * value_token_stride + head * value_head_stride
         _store_values(
             value_ptr, cache_ptr, nonfinite_ptr, offset, inside, slot, kept, head, DV, LOG_DV, VALUE_BITS, BLOCK_SIZE,
             BLOCK_STRIDE, VALUE_DATA, VALUE_SCALE, VALUE_ZERO, COUNT, R,

@@ -41,6 +41,7 @@ __all__ = [
     "default_rows",
     "field_constants",
     "fp8_e4m3fn_bytes",
+    "given_slots",
     "granule",
     "row_bytes",
     "row_sum",
@@ -146,6 +147,25 @@ def row_bytes(
     block = slot // BLOCK_SIZE
     token = slot - block * BLOCK_SIZE
     return cache_ptr + (block * BLOCK_STRIDE + token * TOKEN_STRIDE + (BASE + head * HEAD_STRIDE))
+
+
+@triton.jit
+def given_slots(
+    slot_ptr,  # [T] int32/int64
+    slot_stride,
+    rows,  # T * Hk
+    HK: tl.constexpr,
+    R: tl.constexpr,
+):
+    """(token int64, head, row exists, slot int64) [R] of the program's rows, a row being a (token, KV head) pair; the
+    slot is negative for padding and for rows that do not exist."""
+    row = tl.program_id(0) * R + tl.arange(0, R)
+    inside = row < rows
+    token = row // HK
+    head = row - token * HK
+    token = token.to(tl.int64)
+    slot = tl.load(slot_ptr + token * slot_stride, inside, -1).to(tl.int64)
+    return token, head, inside, slot
 
 
 @triton.jit
@@ -543,14 +563,10 @@ def _store_kernel(
     COUNT: tl.constexpr,
     R: tl.constexpr,
 ):
-    row = tl.program_id(0) * R + tl.arange(0, R)
-    inside = row < rows
-    token = row // HK
-    head = row - token * HK
-    slot = tl.load(slot_ptr + token.to(tl.int64) * slot_stride, inside, -1).to(tl.int64)
+    token, head, inside, slot = given_slots(slot_ptr, slot_stride, rows, HK, R)
     kept = slot >= 0
     if tl.program_id(1) == 0:
-        offset = token.to(tl.int64) * key_token_stride + head * key_head_stride
+        offset = token * key_token_stride + head * key_head_stride
         _store_keys(
             key_ptr,
             cache_ptr,
@@ -581,7 +597,7 @@ def _store_kernel(
             R,
         )
     else:
-        offset = token.to(tl.int64) * value_token_stride + head * value_head_stride
+        offset = token * value_token_stride + head * value_head_stride
         if ROTATED_VALUES:
             _store_keys(
                 value_ptr, cache_ptr, nonfinite_ptr + 1, offset, inside, slot, kept, head, DV, DV2, LOG_DV2,
