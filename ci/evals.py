@@ -93,11 +93,13 @@ def serving(model: str, preset: str, max_length: int, options: Sequence[str] = (
             stop = time.monotonic() + START_SECONDS
             while not _answers(endpoint):
                 if server.poll() is not None or time.monotonic() > stop:
+                    code = server.poll()
+                    got = f"no answer in {START_SECONDS} s" if code is None else f"exit code {code}"
                     said = Path(log.name).read_text(errors="replace")
-                    wants = f"a server that starts within {START_SECONDS} s"
-                    if unreachable(said):
-                        wants = "the model fetched or in a local folder: it could not be reached from here"
-                    raise SpecError(f"vllm serve {model}", _why(said), wants)
+                    wants = (
+                        "the model fetched or in a local folder" if unreachable(said) else "one that starts"
+                    )
+                    raise SpecError(f"vllm serve {model}", got, f"{wants}: {_why(said)}")
                 time.sleep(1)
             if preset != PLAIN and PROOF not in Path(log.name).read_text(errors="replace"):
                 raise SpecError("the server's log", "no plan of turboquant_rocm", f"a line with {PROOF!r}")

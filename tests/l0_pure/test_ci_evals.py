@@ -69,12 +69,15 @@ def test_one_server_for_every_cache(server: Path, tmp_path: Path, capsys: pytest
     [
         (
             "raise ValueError('no such layer')",
-            "vllm serve m='ValueError: no such layer' (wants a server that starts",
+            "vllm serve m='exit code 1' (wants one that starts: ValueError: no such layer)",
         ),
-        ('raise OSError("We couldn\'t connect to the hub")', "the model fetched or in a local folder"),
+        (
+            'raise OSError("We couldn\'t connect to the hub")',
+            "(wants the model fetched or in a local folder: OSError: We couldn't",
+        ),
         (
             CHAIN,
-            "vllm serve m='ValueError: the cause'",
+            "(wants one that starts: ValueError: the cause)",
         ),
         ("print('INFO another backend', flush=True)", "no plan of turboquant_rocm"),
     ],
