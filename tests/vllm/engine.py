@@ -51,15 +51,17 @@ def _watch_routes() -> None:
 
 
 def _keep(tokens: int, found: dict[int, Any]) -> None:
-    """Note what every packed layer gives back of the sequence of ``tokens`` tokens that runs alone."""
+    """Note what every packed layer gives back of the first sequence of ``tokens`` tokens that runs alone."""
     from turboquant_rocm.integrations.vllm import backend
 
     forward = backend.TurboQuantImpl.forward
 
     def watched(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
         if attn_metadata is not None and kv_cache.numel() and attn_metadata.seq_lens.tolist() == [tokens]:
-            read = self.bound.dequantize(self._cache, attn_metadata.block_table, attn_metadata.seq_lens)
-            found[int(re.search(r"layers\.(\d+)\.", layer.layer_name)[1])] = (read.key, read.value)
+            index = int(re.search(r"layers\.(\d+)\.", layer.layer_name)[1])
+            if index not in found:
+                read = self.bound.dequantize(self._cache, attn_metadata.block_table, attn_metadata.seq_lens)
+                found[index] = (read.key, read.value)
         return forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
 
     backend.TurboQuantImpl.forward = watched
