@@ -2,7 +2,8 @@
 
 A program owns its part of a row of the output; it reads that part of S fp32 vectors of RP numbers, of which splits that
 saw no key are skipped (their weight is 0 and their bytes, never written, are not read), puts the rows of the
-accumulator back in the order of the dims, adds the sink to the denominator and writes once. Bytes: S * (RP + 1) * 4 read per row.
+accumulator back in the order of the dims, adds the sink to the denominator and writes once. Bytes: S * (RP + 1) * 4
+read per row.
 """
 
 from __future__ import annotations

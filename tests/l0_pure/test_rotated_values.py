@@ -81,8 +81,11 @@ def test_only_backends_that_declare_them_serve_them():
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_90"])
 def test_the_dispatcher_finds_the_kernels(arch: str):
     layer = LayerSpec(0, 16, 2, 128)
-    assert decide(layer, get_target(arch), "3bit_nc+rotated_values", 16).backend == "triton_rotated"
-    assert decide(layer, get_target(arch), "3bit_nc", 16).backend != "triton_rotated"
+    rotated = "3bit_nc+rotated_values"
+    asked = decide(layer, get_target(arch), rotated, 16, Policy(force="triton_rotated"))
+    assert asked.backend == "triton_rotated"
+    with pytest.raises(IneligibleError):  # not chosen by itself until it has run on a GPU
+        decide(layer, get_target(arch), rotated, 16)
 
 
 @pytest.mark.parametrize("preset", ["k8v4", "4bit_nc", "3bit_nc"])
