@@ -41,8 +41,9 @@ class Problem:
 
 @cache
 def problem(arch: str, layout: str, preset: str, head_size: int, splits: int = 2, hostile: bool = False,
-            lens: tuple[int, ...] = (37, 5, 64), **more: Any) -> Problem:  # fmt: skip
-    """A batch of three sequences; hostile: keys and values of every unpleasant kind (store only)."""
+            growing: bool = False, lens: tuple[int, ...] = (37, 5, 64), **more: Any) -> Problem:  # fmt: skip
+    """A batch of three sequences; hostile: keys and values of every unpleasant kind (store only); growing: the scale
+    of the values grows from token to token, 64 times in all."""
     g = torch.Generator().manual_seed(11)
     sinks = torch.randn(8, generator=g) if more.get("sinks") else None
     layer = layer_spec(head_size, 2, 4, "bf16", **more)
@@ -56,6 +57,8 @@ def problem(arch: str, layout: str, preset: str, head_size: int, splits: int = 2
         key, value = (store_checks.mixed(n, 2, head_size, g, torch.bfloat16) for _ in range(2))
     else:
         key, value = (gaussian((n, 2, head_size), g, torch.bfloat16) for _ in range(2))
+    if growing:
+        value = (value * torch.logspace(-3, 3, n, base=2.0)[:, None, None]).to(value.dtype)
     value = value + 0.5  # so that a lost zero point shows
     query = gaussian((3, 8, head_size), g, torch.bfloat16)
     cache_ = plain.allocate(blocks, "cpu", fill=FILL)
