@@ -345,6 +345,10 @@ def _hidden(args: argparse.Namespace, ids: Sequence[int], tokenizer: Any) -> tup
 
 def _run(args: argparse.Namespace, errors: Console) -> Report:
     caches = _caches(args.presets)
+    if args.recommend:
+        for name, cache in caches.items():
+            if cache and cache[1]:
+                raise SpecError("--presets", name, "presets without options: --recommend mixes them by layer")
     if args.recommend and "layers" not in args.tests:
         args.tests = [*args.tests, "layers"]
     for option, path in (("--json", args.json), ("--plot", args.plot)):

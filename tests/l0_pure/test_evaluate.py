@@ -556,6 +556,7 @@ def test_broken_limits_are_an_exit_code(
             ["--tests", "layers", "--recommend", "10", "--presets", "3bit_nc", "--layer-tokens", "8"],
             "--recommend=10",
         ),
+        (["--recommend", "9000", "--presets", "3bit_nc+recent=8"], "--presets='3bit_nc+recent=8'"),
         (["--tests", "layers", "--plot", "x.png"], "--plot="),
         (["--skip-layers", "0,1,2", "--presets", "3bit_nc"], "preset="),
     ],
