@@ -205,11 +205,18 @@ def test_limits_hold_on_both_sides():
     assert missing == ["context: 64 (the limits are for 128)", "s copying.log_gap: not measured"]
 
 
-def test_the_limits_on_file_are_well_formed():
-    found = reports.read_limits("smollm2-135m")
-    assert {"fp8", "k8v4", "4bit_nc", "k3v4_nc", "3bit_nc"} <= set(found["schemes"])
-    for name, quantities in found["schemes"].items():
-        assert name == "fp8" or parse_cache(name)
+@pytest.mark.parametrize(
+    ("name", "presets"),
+    [
+        ("smollm2-135m", {"fp8", "k8v4", "4bit_nc", "k3v4_nc", "3bit_nc"}),
+        ("smollm2-135m-prod", {"prod_k3v2", "prod_k3v4", "prod_k4v4", "4bit_nc"}),
+    ],
+)
+def test_the_limits_on_file_are_well_formed(name: str, presets: set[str]):
+    found = reports.read_limits(name)
+    assert presets <= set(found["schemes"])
+    for scheme, quantities in found["schemes"].items():
+        assert scheme == "fp8" or parse_cache(scheme)
         assert {"text.kl", "text.top1", "text.ppl_change"} <= set(quantities)
 
 

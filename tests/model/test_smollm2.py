@@ -15,6 +15,7 @@ from tests import generate_checks as checks
 from tests.mode_checks import ATTENTIONS, check_modes
 from turboquant_rocm.evaluate import main
 from turboquant_rocm.evaluation.report import read_limits
+from turboquant_rocm.presets import get_preset, preset_names
 from turboquant_rocm.target import detect
 
 OPTIONS = "+rotated_values+recent=128+first=4+key_mean"
@@ -53,6 +54,19 @@ def test_accuracy_is_that_on_record(evaluated):
     code, rows = evaluated
     assert code == 0
     assert {"exact", *read_limits("smollm2-135m")["schemes"]} < set(rows)
+
+
+def test_prod_presets_are_as_bad_as_on_record():
+    """On one short window: they are for comparison."""
+    limits = read_limits("smollm2-135m-prod")
+    model, text = named(checks.MODEL_VARIABLE), named("TURBOQUANT_TEXT")
+    sizes = [f"--{name}={limits['conditions'][name]}" for name in ("context", "windows")]
+    presets = list(limits["schemes"])
+    assert {p.removeprefix("turboquant_") for p in preset_names() if get_preset(p).sketch} < set(presets)
+    assert main(
+        [str(model), "--text", str(text), *sizes, "--tests", "text", "--presets", *presets, "--check",
+         "smollm2-135m-prod"]
+    ) == 0  # fmt: skip
 
 
 def test_options_keep_what_they_promise(evaluated):
