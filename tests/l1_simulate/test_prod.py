@@ -102,7 +102,7 @@ def test_store_then_decode(arch: str, preset: str, d: int):
 # What the interpreter and devices are asked, of the machine code: through the launchers, with every detector.
 
 
-@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("head_size", [pytest.param(64, marks=pytest.mark.slow), 128])
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("arch", ARCHS)
 class TestMachineCode:
