@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("transformers")
+pytest.importorskip("turboquant_rocm.integrations.transformers", exc_type=ImportError)
 
 from tests import generate_checks as checks
 

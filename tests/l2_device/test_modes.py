@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
+pytest.importorskip("turboquant_rocm.integrations.transformers", exc_type=ImportError)
 
 from tests.l0_pure.test_transformers_cache import build
 from tests.mode_checks import ATTENTIONS, check_modes
