@@ -10,9 +10,10 @@ import torch
 from ...dispatch import Decision
 from ...layouts import Layout
 from .dequantize import Dequantize
+from .device import FP8_SCALE
 from .one_pass import OnePassOps
 from .ops import LOG2E
-from .rotated_decode import COLUMNS, FP8_SCALE, rotated_decode_kernel, rotated_reduce_kernel
+from .rotated_decode import COLUMNS, rotated_decode_kernel, rotated_reduce_kernel
 from .store import Store, field_constants
 from .tile import centroid_table
 from .workspace import Workspace

@@ -27,10 +27,8 @@ from .prod_decode import COLUMNS, centroids16
 from .rotation import sylvester
 from .store import _row_max, row_bytes, to_cube
 
-__all__ = ["COLUMNS", "FP8_SCALE", "rotated_decode_kernel", "rotated_reduce_kernel"]
+__all__ = ["COLUMNS", "rotated_decode_kernel", "rotated_reduce_kernel"]
 
-FP8_SCALE = 256.0
-"""What the kernel's FP8 keys must be multiplied by: fp16 has that much more exponent bias."""
 _LN2 = tl.constexpr(0.6931471805599453)
 _LOG2E = tl.constexpr(1.4426950408889634)
 _ABS_BITS = tl.constexpr(0x7FFFFFFF)
@@ -44,7 +42,7 @@ _LEAST_NORM = tl.constexpr(2.0**-24)  # smallest positive fp16
 def _fp8_halves(
     byte,  # int32, 0 to 255
 ):
-    """E4M3FN numbers over FP8_SCALE as fp16, exactly: the fields moved into place, nothing compared."""
+    """E4M3FN numbers over device.FP8_SCALE as fp16, exactly: the fields moved into place, nothing compared."""
     bits = ((byte & 0x7F) << 7) | ((byte & 0x80) << 8)
     return bits.to(tl.uint16).to(tl.float16, bitcast=True)
 
