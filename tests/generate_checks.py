@@ -71,6 +71,11 @@ def model_folder() -> Path | None:
     return Path(named) if named else None
 
 
+def which_model() -> str:
+    """What :func:`small_model` loads, for the output of a test."""
+    return f"model: {model_folder() or f'random weights ({MODEL_VARIABLE} names no folder)'}"
+
+
 def small_model(dtype: str, device: Any = "cpu", layers: int | None = None) -> Any:
     """The small model of the environment variable, or random weights of its architecture from a fixed seed.
 

@@ -16,8 +16,7 @@ from tests import generate_checks as checks
 @pytest.mark.parametrize("chosen", [None, "triton_aos"])
 @pytest.mark.parametrize("mode", ["drop-in", "direct"])
 def test_sixty_four_greedy_tokens(mode: str, chosen: str | None, dtype: str, device, target):
-    folder = checks.model_folder()
-    print("model:", folder or f"random weights ({checks.MODEL_VARIABLE} names no folder)")
+    print(checks.which_model())
     model = checks.small_model(dtype, device)
     checks.check_generate(
         model, mode, backend=chosen, dtype=dtype, target=target, margin=checks.MARGIN[dtype]
