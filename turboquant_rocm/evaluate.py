@@ -31,7 +31,7 @@ from rich.progress import (
 from rich.table import Table
 
 from . import __version__
-from .evaluation.recommend import Choice, recommend
+from .evaluation.recommend import Cache, Choice, combinations, recommend
 from .evaluation.report import (
     EXACT,
     FP8,
@@ -48,9 +48,9 @@ from .evaluation.report import (
     write_png,
 )
 from .evaluation.tasks import copies, needles, windows
-from .options import CacheOptions, parse_cache
+from .options import OPTION_SETS, CacheOptions, parse_cache
 from .presets import preset_names
-from .spec import Preset, SpecError
+from .spec import SpecError
 from .verify import BAD_INPUT, _check_writable, _device, _integer, _target, fitting_console
 
 if TYPE_CHECKING:
@@ -124,7 +124,8 @@ class Evaluation:
         costs = []
         for layer, one in alone.items():
             summary = summarize(found, one.name)
-            costs.append(LayerCost(layer, summary.kl, summary.kl_se, scheme.by_layer[layer], full[layer]))
+            size = (scheme.by_layer[layer], full[layer], scheme.beside.get(layer, 0.0))
+            costs.append(LayerCost(layer, summary.kl, summary.kl_se, *size))
         return tuple(costs)
 
 
@@ -190,11 +191,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     layers = parser.add_argument_group("layers")
     layers.add_argument(
-        "--layer-tokens", type=_integer(2, 1 << 20), default=LAYER_TOKENS, help="tokens read per layer"
-    )
+        "--layer-tokens", type=_integer(2, 1 << 20), metavar="TOKENS",
+        help=f"read per layer (default {LAYER_TOKENS}; --context where --recommend tries caches with exact tokens)",
+    )  # fmt: skip
     layers.add_argument(
         "--recommend", type=_integer(1, 1 << 40), metavar="BYTES",
-        help="bytes per token of all layers: the preset for every layer, and what they cost (runs the test layers)",
+        help="per token of a sequence of --context tokens, all layers: preset and options for every layer, and what "
+        "they cost together (runs the test layers)",
+    )  # fmt: skip
+    sets = " ".join(text.removeprefix("+") for text in OPTION_SETS)
+    layers.add_argument(
+        "--option-sets", nargs="+", metavar="SET",
+        help=f"what --recommend tries behind each preset that is given without options, or none (default: {sets})",
     )  # fmt: skip
     out = parser.add_argument_group("results")
     out.add_argument(
@@ -215,9 +223,9 @@ def _layers(text: str) -> tuple[int, ...]:
     return found
 
 
-def _caches(names: Sequence[str]) -> dict[str, tuple[Preset, CacheOptions] | None]:
+def _caches(names: Sequence[str]) -> dict[str, Cache]:
     """Preset and options by the names that results get; None for FP8."""
-    found: dict[str, tuple[Preset, CacheOptions] | None] = {}
+    found: dict[str, Cache] = {}
     for name in names:
         parsed = None if name == FP8 else parse_cache(name)
         short = FP8 if parsed is None else f"{parsed[0].name.removeprefix('turboquant_')}{parsed[1]}"
@@ -225,6 +233,18 @@ def _caches(names: Sequence[str]) -> dict[str, tuple[Preset, CacheOptions] | Non
             raise SpecError("--presets", name, "each name once")
         found[short] = parsed
     return found
+
+
+def _layer_tokens(args: argparse.Namespace, caches: Sequence[Cache]) -> int:
+    """Tokens on which layers are quantised one by one."""
+    given: int | None = args.layer_tokens
+    if not args.recommend or not any(cache and cache[1].exact_tokens for cache in caches):
+        return LAYER_TOKENS if given is None else given
+    if given not in (None, args.context):
+        wants = f"{args.context}, as --context: of fewer tokens, options would keep a larger part exact"
+        raise SpecError("--layer-tokens", given, wants)
+    context: int = args.context
+    return context
 
 
 def read_text(path: Path) -> str:
@@ -298,7 +318,7 @@ def _key_statistics(
 
 def _schemes(
     args: argparse.Namespace,
-    caches: Mapping[str, tuple[Preset, CacheOptions] | None],
+    caches: Mapping[str, Cache],
     config: Any,
     device: Any,
     dtype: str,
@@ -322,11 +342,13 @@ def _schemes(
     return made
 
 
-def _passes(args: argparse.Namespace, schemes: Sequence[Scheme], hidden: Sequence[Any]) -> int:
+def _passes(
+    args: argparse.Namespace, schemes: Sequence[Scheme], tried: Sequence[Scheme], hidden: Sequence[Any]
+) -> int:
     each = 1 + len(schemes)
     total: int = each * args.windows * len({"text", "copying"} & set(args.tests)) + each * len(hidden)
     if "layers" in args.tests:
-        total += sum(1 + len(s.layers) for s in schemes)
+        total += sum(1 + len(s.layers) for s in (*schemes, *tried))
     return total + (2 * args.windows if args.recommend else 0)
 
 
@@ -345,12 +367,14 @@ def _hidden(args: argparse.Namespace, ids: Sequence[int], tokenizer: Any) -> tup
 
 def _run(args: argparse.Namespace, errors: Console) -> Report:
     caches = _caches(args.presets)
-    if args.recommend:
-        for name, cache in caches.items():
-            if cache and cache[1]:
-                raise SpecError("--presets", name, "presets without options: --recommend mixes them by layer")
+    more, left_out = combinations(caches, args.option_sets) if args.recommend else ({}, {})
+    if args.option_sets and not args.recommend:
+        raise SpecError(
+            "--option-sets", args.option_sets, "--recommend beside it, or options written in --presets"
+        )
     if args.recommend and "layers" not in args.tests:
         args.tests = [*args.tests, "layers"]
+    layer_tokens = _layer_tokens(args, [*caches.values(), *more.values()])
     for option, path in (("--json", args.json), ("--plot", args.plot)):
         if path is not None and str(path) != "-":
             _check_writable(path, option)
@@ -370,30 +394,50 @@ def _run(args: argparse.Namespace, errors: Console) -> Report:
     ):
         if length > most:
             raise SpecError(name, length, f"at most the model's {most} positions")
-    statistics = _key_statistics(args, model, ids, [c[1] for c in caches.values() if c])
-    schemes = _schemes(args, caches, model.config, device, dtype, statistics)
+    statistics = _key_statistics(args, model, ids, [c[1] for c in (*caches.values(), *more.values()) if c])
+
+    def made(of: Mapping[str, Cache]) -> list[Scheme]:
+        return _schemes(args, of, model.config, device, dtype, statistics)
+
+    schemes = made(caches)
+    tried = []
+    for name, cache in more.items():
+        try:
+            (scheme,) = made({name: cache})
+        except SpecError as error:
+            left_out[name] = str(error)
+            continue
+        if scheme.kernels:
+            tried.append(scheme)
+        else:
+            left_out[name] = "no backend with kernels declares it for every layer"
     hidden = _hidden(args, ids, tokenizer)
     columns = (
         TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
     )  # fmt: skip
     with Progress(*columns, console=errors) as bar:
-        task = bar.add_task("", total=_passes(args, schemes, hidden))
+        task = bar.add_task("", total=_passes(args, schemes, tried, hidden))
         evaluation = Evaluation(model, ids, lambda: bar.advance(task))
-        rows = evaluation.rows(schemes, args.tests, args.context, args.windows, hidden, args.layer_tokens)
-        choice = None
+        rows = evaluation.rows(schemes, args.tests, args.context, args.windows, hidden, layer_tokens)
+        chosen = None
         if args.recommend:
-            choice = recommend(rows, args.recommend)
-            rows = (*rows, _verified(evaluation, schemes, choice, args))
+            if tried:
+                rows += evaluation.rows(tried, ["layers"], layer_tokens=layer_tokens)[1:]
+            choice = recommend(rows, args.recommend, args.context)
+            rows = (*rows, _verified(evaluation, [*schemes, *tried], choice, args))
+            kernels = {s.name: s.kernels for s in (*schemes, *tried) if s.name in choice.by_scheme}
+            chosen = {**asdict(choice), "kernels": kernels, "left_out": left_out}
     import torch
     import transformers
 
     conditions = {
         "model": args.model.resolve().name, "text": args.text.name, "text_tokens": len(ids), "context": args.context,
-        "windows": args.windows, "device": str(device), "dtype": dtype, "protect": args.protect,
-        "skip_layers": list(args.skip_layers), "backend": args.backend or "default", "block_size": args.block_size,
-        "version": __version__, "torch": torch.__version__, "transformers": transformers.__version__,
+        "windows": args.windows, "layer_tokens": layer_tokens, "device": str(device), "dtype": dtype,
+        "protect": args.protect, "skip_layers": list(args.skip_layers), "backend": args.backend or "default",
+        "block_size": args.block_size, "version": __version__, "torch": torch.__version__,
+        "transformers": transformers.__version__,
     }  # fmt: skip
-    return Report(conditions, rows, None if choice is None else asdict(choice))
+    return Report(conditions, rows, chosen)
 
 
 def _verified(
@@ -417,7 +461,13 @@ def _print(report: Report) -> None:
         console.print(each)
     if report.recommendation is not None:
         for name, layers in report.recommendation["by_scheme"].items():
-            console.print(f"{name}: layers {', '.join(map(str, layers))}", markup=False, soft_wrap=True)
+            kernels = report.recommendation["kernels"].get(name)
+            where = f" ({', '.join(kernels)})" if kernels else ""
+            console.print(
+                f"{name}: layers {', '.join(map(str, layers))}{where}", markup=False, soft_wrap=True
+            )
+        for name, why in report.recommendation["left_out"].items():
+            console.print(f"left out {name}: {why}", markup=False, soft_wrap=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

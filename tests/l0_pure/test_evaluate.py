@@ -13,10 +13,10 @@ import pytest
 
 from turboquant_rocm import SpecError, get_preset
 from turboquant_rocm.evaluation import report as reports
-from turboquant_rocm.evaluation.recommend import recommend
+from turboquant_rocm.evaluation.recommend import combinations, recommend
 from turboquant_rocm.evaluation.report import LayerCost, Report, Row, Summary
 from turboquant_rocm.evaluation.tasks import COPY_LEAD, COPY_TOKENS, Passage, copies, needles, windows
-from turboquant_rocm.options import CacheOptions, parse_cache
+from turboquant_rocm.options import OPTION_SETS, CacheOptions, parse_cache
 
 TEXT = "The lazy fox saw a quick dog . The dog ran away ! A fox is not a dog ? No it is not ."
 WORDS = TEXT.split()
@@ -153,7 +153,7 @@ def test_a_recommendation_is_the_best_there_is(budget: int):
         {0: (0.1, 4.0), 1: (0.09, 4.0), 2: (0.2, 4.0), 5: (-0.01, 4.0)},
     ]
     rows = rows_of(costs)
-    found = recommend(rows, budget)
+    found = recommend(rows, budget, 1)
     assert found.bytes_per_token <= budget
     best = math.inf
     for pick in itertools.product((None, 0, 1), repeat=4):
@@ -169,11 +169,49 @@ def test_a_recommendation_is_the_best_there_is(budget: int):
     assert set(chosen) == {0, 1, 2, 5}
 
 
+@pytest.mark.parametrize(("context", "sized"), [(16, {1: 1, 2: 0}), (40, {1: 1, 2: 1}), (8, {1: 0, 2: 0})])
+def test_exact_tokens_count_at_the_context(context: int, sized: dict[int, int]):
+    """Two layers of 2 bytes per token; with 32 and 64 more per sequence they lose less."""
+    rows = [
+        Row("exact", 16.0),
+        Row("plain", 0.0, layers=tuple(LayerCost(n, 0.1 * n, None, 2.0, 8.0) for n in (1, 2))),
+        Row("kept", 0.0, layers=tuple(LayerCost(n, 0.05, None, 2.0, 8.0, 32.0 * n) for n in (2, 1))),
+    ]
+    found = recommend(rows, 7, context)
+    assert found.layers == {n: ("plain", "kept")[kept] for n, kept in sized.items()}
+    assert found.bytes_per_token == 4.0
+    assert found.bytes_per_sequence == sum(32.0 * n for n, kept in sized.items() if kept)
+    assert found.bytes_per_token + found.bytes_per_sequence / context <= found.budget == 7
+    assert found.kl == pytest.approx(sum(0.05 if kept else 0.1 * n for n, kept in sized.items()))
+
+
+def test_what_a_recommendation_tries():
+    caches = {n: parse_cache(n) for n in ("3bit_nc", "prod_k3v2", "4bit_nc+first=4", "k8v4+rotated_values")}
+    caches |= {"fp8": None, "3bit_nc+key_mean": parse_cache("3bit_nc+key_mean")}
+    found, left_out = combinations(caches)
+    rotated = {f"prod_k3v2{text}" for text in OPTION_SETS if "rotated" in text}
+    assert set(left_out) == rotated and all("none with rotated values" in why for why in left_out.values())
+    every = {f"{name}{text}" for name in ("3bit_nc", "prod_k3v2") for text in OPTION_SETS}
+    names = {
+        name: f"{cache[0].name.removeprefix('turboquant_')}{cache[1]}"
+        for name, cache in found.items()
+        if cache
+    }
+    assert set(names) == set(names.values())
+    assert {parse_cache(n) for n in every - rotated} == set(found.values())
+    assert combinations(caches, ["none"]) == ({}, {})
+    found, _ = combinations(caches, ["+key_mean", "first=8"])
+    assert set(found) == {"3bit_nc+first=8", "prod_k3v2+key_mean", "prod_k3v2+first=8"}
+    for wrong in ("none", "recent"):
+        with pytest.raises(SpecError, match=f"cache option='{wrong}'"):
+            combinations(caches, ["key_mean", wrong])
+
+
 def test_a_budget_that_is_too_small_is_named():
     with pytest.raises(SpecError, match=r"--recommend=20 .wants at least 24"):
-        recommend(rows_of([dict.fromkeys(range(4), (0.1, 2.0))]), 20)
+        recommend(rows_of([dict.fromkeys(range(4), (0.1, 2.0))]), 20, 1)
     with pytest.raises(SpecError, match="rows"):
-        recommend([Row("exact", 1.0)], 20)
+        recommend([Row("exact", 1.0)], 20, 1)
 
 
 # ---- reports ---------------------------------------------------------------------------------------------------
@@ -285,6 +323,7 @@ def stepwise(model: Any, ids: tuple[int, ...], scheme: Any) -> Any:
         def __init__(self, index: int) -> None:
             super().__init__()
             self.read_back = scheme.layers.get(index)
+            self.options = scheme.options.get(index, CacheOptions())
             self.stored: list[Any] = []
 
         def update(self, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -292,8 +331,8 @@ def stepwise(model: Any, ids: tuple[int, ...], scheme: Any) -> Any:
             if self.read_back is None:
                 return raw
             self.stored.append(self.read_back(key, value))
-            end = scheme.options.packed_end(raw[0].shape[2])
-            first = min(scheme.options.first, end)
+            end = self.options.packed_end(raw[0].shape[2])
+            first = min(self.options.first, end)
             made = [
                 torch.cat([r[:, :, :first], torch.cat(p, 2)[:, :, first:end], r[:, :, end:]], 2)
                 for r, p in zip(raw, zip(*self.stored, strict=True), strict=True)
@@ -307,6 +346,27 @@ def stepwise(model: Any, ids: tuple[int, ...], scheme: Any) -> Any:
             for t in ids[:-1]
         ]
     return torch.log_softmax(torch.stack(found).float(), -1)
+
+
+def test_one_pass_of_a_mixture_is_decoding_token_by_token(model: Any):
+    """Each layer with the preset and the options of its own scheme."""
+    from turboquant_rocm.evaluation.compare import compare
+    from turboquant_rocm.evaluation.schemes import mixture, preset_scheme
+
+    schemes = []
+    for name in ("3bit_nc+recent=5", "4bit_nc", "3bit_nc+first=3"):
+        preset, options = parse_cache(name)
+        schemes.append(preset_scheme(model.config, preset, backend="torch_reference", options=options))
+    picked = {0: schemes[2].name, 1: schemes[0].name, 2: schemes[1].name}
+    mixed = mixture("mixed", schemes, picked, model.config)
+    assert mixed.options == {0: CacheOptions(first=3), 1: CacheOptions(recent=5)}
+    ids = random_ids(model, 60)
+    (found,) = compare(model, [Passage(ids)], [mixed, *schemes])
+    slow = stepwise(model, ids, mixed)
+    right = -slow.gather(1, slow.new_tensor(ids[1:]).long()[:, None])[:, 0].numpy()
+    apart = {name: abs(scores.nll - right).mean() for name, scores in found.schemes.items()}
+    assert apart.pop("mixed") < 1e-3
+    assert min(apart.values()) > 1e-2
 
 
 @pytest.mark.parametrize(
@@ -396,15 +456,63 @@ def test_bytes_of_schemes(model: Any):
     assert scheme.bytes_per_token == 2 * 2 * 54 + exact
     assert scheme.bytes_per_sequence == 2 * exact * (32 + 15 + 4)
     assert set(only_layer(scheme, 2).layers) == {2}
-    assert only_layer(scheme, 2).options == scheme.options
+    assert only_layer(scheme, 2).options == {2: CacheOptions(32, 4)}
     mixed = mixture("m", [scheme], {0: scheme.name, 1: "exact", 2: "exact"}, model.config)
     assert set(mixed.layers) == {0}
     assert mixed.bytes_per_token == 2 * 54 + 2 * exact
+    assert mixed.bytes_per_sequence == exact * (32 + 15 + 4) == mixed.beside[0]
+    assert mixed.options == {0: CacheOptions(32, 4)}
     with pytest.raises(SpecError, match="key_means"):
         preset_scheme(model.config, "3bit_nc", backend="torch_reference", options=CacheOptions(key_mean=True))
     with pytest.raises(SpecError, match="key_scales"):
         preset_scheme(
             model.config, "3bit_nc", backend="torch_reference", options=CacheOptions(key_scale=True)
+        )
+
+
+def config_of(kind: str, head_size: int = 64, **more: Any) -> Any:
+    import transformers
+
+    return getattr(transformers, kind)(
+        vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=2, head_dim=head_size,
+        num_attention_heads=4, num_key_value_heads=2, **more,
+    )  # fmt: skip
+
+
+def test_kernels_of_schemes():
+    """Backends that declare a scheme's layers, wherever they run: no kernel has rotated values of width 80."""
+    from turboquant_rocm.evaluation.schemes import fp8_scheme, preset_scheme
+
+    def kernels(head_size: int, preset: str, **more: Any) -> set[str]:
+        config = config_of("LlamaConfig", head_size)
+        return set(preset_scheme(config, preset, backend="torch_reference", **more).kernels)
+
+    assert kernels(128, "4bit_nc") == {"flydsl_gfx942", "flydsl_gfx950", "triton_soa", "triton_aos"}
+    assert kernels(128, "4bit_nc", options=CacheOptions(8)) == kernels(128, "4bit_nc")
+    assert kernels(80, "4bit_nc") == kernels(128, "3bit_nc") == {"triton_soa", "triton_aos"}
+    assert kernels(128, "4bit_nc+rotated_values") == {"triton_rotated"}
+    assert kernels(80, "4bit_nc+rotated_values") == set()
+    assert kernels(64, "prod_k3v2") == {"triton_prod"}
+    assert fp8_scheme(config_of("LlamaConfig")).kernels == ()
+
+
+def test_layers_with_a_window_go_without_options():
+    """As in the cache; exact tokens beside a soft cap or sinks cannot be evaluated."""
+    from turboquant_rocm.evaluation.schemes import preset_scheme
+
+    layers = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    asked = {"backend": "torch_reference", "options": CacheOptions(recent=8)}
+    scheme = preset_scheme(config_of("Gemma3TextConfig", **layers), "4bit_nc", **asked)
+    assert set(scheme.layers) == {0, 1}
+    assert scheme.options == {1: asked["options"]} and set(scheme.beside) == {1}
+    with pytest.raises(SpecError, match=r"options='\+recent=8' \(wants none"):
+        preset_scheme(config_of("MistralConfig", sliding_window=8), "4bit_nc", **asked)
+    capped = config_of("Gemma2Config", attn_logit_softcapping=2.0, **layers)
+    with pytest.raises(SpecError, match=r"options='\+recent=8'.*layer 1 has a soft cap"):
+        preset_scheme(capped, "4bit_nc", **asked)
+    with pytest.raises(SpecError, match=r"options='\+key_mean'.*soft_cap"):
+        preset_scheme(
+            capped, "4bit_nc", backend="torch_reference", options=CacheOptions(key_mean=True), key_means={}
         )
 
 
@@ -502,6 +610,8 @@ def test_everything_at_once(arguments: list[str], tmp_path: Path, capsys: pytest
         "layers",
         "--recommend",
         "900",
+        "--option-sets",
+        "none",
     ]
     more += ["--needle-lengths", "100", "--needle-depths", "0", "1", "--needles", "1", "--layer-tokens", "40"]
     assert run([*arguments, *more, "--json", str(out), "--plot", str(plot)]) == 0
@@ -520,6 +630,90 @@ def test_everything_at_once(arguments: list[str], tmp_path: Path, capsys: pytest
         assert name in printed
     assert f"{rows['3bit_nc']['text']['ppl']:.3f}" in printed
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_recommendation_with_options(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Presets with the declared options: what was tried, what was left out, the bytes of the choice and its own row."""
+    out = tmp_path / "out.json"
+    budget, context = 430, 64
+    more = [
+        "--presets",
+        "3bit_nc",
+        "prod_k3v4",
+        "--tests",
+        "text",
+        "--context",
+        str(context),
+        "--windows",
+        "2",
+    ]
+    assert run([*arguments, *more, "--recommend", str(budget), "--json", str(out)]) == 0
+    data, printed = json.loads(out.read_text()), capsys.readouterr().out
+    rows, choice = {row["name"]: row for row in data["rows"]}, data["recommendation"]
+    tried = {parse_cache(f"3bit_nc{text}") for text in OPTION_SETS}
+    tried |= {parse_cache(f"prod_k3v4{text}") for text in OPTION_SETS if "rotated" not in text}
+    plain = {"exact", "3bit_nc", "prod_k3v4", "recommended"}
+    assert {parse_cache(name) for name in set(rows) - plain} == tried
+    assert set(choice["left_out"]) == {f"prod_k3v4{text}" for text in OPTION_SETS if "rotated" in text}
+    assert data["conditions"]["layer_tokens"] == context
+    for name in rows:
+        assert (rows[name]["text"] is not None) == (name in plain)
+        if name in ("exact", "recommended"):
+            continue
+        costs = rows[name]["layers"]
+        assert [c["layer"] for c in costs] == [0, 1, 2]
+        assert sum(c["bytes_per_token"] for c in costs) == rows[name]["bytes_per_token"]
+        assert sum(c["bytes_per_sequence"] for c in costs) == rows[name]["bytes_per_sequence"]
+    best = math.inf
+    of = {n: {c["layer"]: c for c in rows[n]["layers"]} for n in rows if rows[n]["layers"]}
+    sizes = {
+        (n, i): c["bytes_per_token"] + c["bytes_per_sequence"] / context for n in of for i, c in of[n].items()
+    }
+    for pick in itertools.product((*of, "exact"), repeat=3):
+        size = sum(512 if n == "exact" else sizes[n, i] for i, n in enumerate(pick))
+        cost = sum(0.0 if n == "exact" else max(0.0, of[n][i]["kl"]) for i, n in enumerate(pick))
+        if size <= budget * (1 - 3 / 4096):
+            best = min(best, cost)
+    assert choice["kl"] <= best + 1e-9
+    assert choice["bytes_per_token"] + choice["bytes_per_sequence"] / context <= budget
+    for key in ("bytes_per_token", "bytes_per_sequence"):
+        assert rows["recommended"][key] == choice[key]
+    chosen = {int(layer): name for layer, name in choice["layers"].items()}
+    assert any("+" in name for name in chosen.values()), chosen
+    for name, layers in choice["by_scheme"].items():
+        kernels = choice["kernels"].get(name)
+        assert (kernels == ["triton_rotated"]) == ("rotated" in name) or name == "exact"
+        assert f"{name}: layers {', '.join(map(str, layers))}" in printed
+    assert "left out prod_k3v4+rotated_values: value_group=32" in printed
+
+
+def test_a_combination_that_no_kernel_has_is_left_out(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    from turboquant_rocm.evaluation import schemes
+
+    monkeypatch.setattr(schemes, "_declares", lambda name, decision: not decision.preset.rotated_values)
+    more = [
+        "--presets",
+        "3bit_nc",
+        "--tests",
+        "text",
+        "--context",
+        "64",
+        "--layer-tokens",
+        "64",
+        "--json",
+        "-",
+    ]
+    sets = ["rotated_values", "key_mean"]
+    assert run([*arguments, *more, "--recommend", "900", "--option-sets", *sets]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in data["rows"]] == ["exact", "3bit_nc", "3bit_nc+key_mean", "recommended"]
+    assert data["recommendation"]["left_out"] == {
+        "3bit_nc+rotated_values": "no backend with kernels declares it for every layer"
+    }
 
 
 def test_json_on_standard_output_is_nothing_but_json(
@@ -560,10 +754,27 @@ def test_broken_limits_are_an_exit_code(
         (["--backend", "nobody"], "backend='nobody'"),
         (["--check", "nothing"], "--check='nothing'"),
         (
-            ["--tests", "layers", "--recommend", "10", "--presets", "3bit_nc", "--layer-tokens", "8"],
+            [
+                "--tests",
+                "layers",
+                "--recommend",
+                "10",
+                "--presets",
+                "3bit_nc",
+                "--layer-tokens",
+                "8",
+                "--option-sets",
+                "none",
+            ],
             "--recommend=10",
         ),
-        (["--recommend", "9000", "--presets", "3bit_nc+recent=8"], "--presets='3bit_nc+recent=8'"),
+        (
+            ["--recommend", "9000", "--presets", "3bit_nc+recent=8", "--layer-tokens", "64"],
+            "--layer-tokens=64",
+        ),
+        (["--recommend", "9000", "--presets", "3bit_nc", "--layer-tokens", "64"], "--layer-tokens=64"),
+        (["--recommend", "9000", "--option-sets", "some"], "cache option='some'"),
+        (["--option-sets", "key_mean"], "--option-sets="),
         (["--tests", "layers", "--plot", "x.png"], "--plot="),
         (["--skip-layers", "0,1,2", "--presets", "3bit_nc"], "preset="),
     ],

@@ -52,13 +52,14 @@ def _attention(
     if scheme is None or read_back is None:
         return native_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     packed = read_back(key, value)
-    if not scheme.options.exact_tokens:
+    options = scheme.options.get(module.layer_idx)
+    if options is None or not options.exact_tokens:
         return native_attention(module, query, *packed, attention_mask, dropout, scaling, **kwargs)
     for name in ("softcap", "s_aux"):
         if kwargs.get(name) is not None:
             raise UnsupportedError(f"{name}: exact tokens beside packed ones are evaluated without")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = _partly_exact(query * scale, (key, value), packed, attention_mask, scheme.options)
+    out = _partly_exact(query * scale, (key, value), packed, attention_mask, options)
     return out.transpose(1, 2), None
 
 

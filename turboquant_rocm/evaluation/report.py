@@ -78,13 +78,17 @@ class NeedleCell:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What quantising one layer alone costs: KL in nats per token; bytes per token of that layer so and in 16 bits."""
+    """What quantising one layer alone costs: KL in nats per token; bytes per token of that layer so and in 16 bits.
+
+    bytes_per_sequence: beside those per token, of that layer, as in :class:`Row`.
+    """
 
     layer: int
     kl: float
     kl_se: float | None
     bytes_per_token: float
     exact_bytes: float
+    bytes_per_sequence: float = 0.0
 
 
 @dataclass(frozen=True)

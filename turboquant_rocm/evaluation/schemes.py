@@ -12,7 +12,10 @@ from typing import Any, Final
 
 import torch
 
-from ..integrations.transformers import PackedLayer, TurboQuantCache
+from ..backends import Backend, backends, get_backend
+from ..dispatch import Decision
+from ..eligibility import Code, Request
+from ..integrations.transformers import PackedLayer, PartlyExactLayer, TurboQuantCache, UnsupportedError
 from ..modelspec import model_from_config
 from ..ops import BoundLayer
 from ..options import CacheOptions
@@ -35,6 +38,7 @@ ReadBack = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tens
 
 NONE: Final = CacheOptions()
 _FP8_MAX: Final = 448.0
+_OF_THE_MACHINE: Final = {Code.ARCH, Code.PACKAGE, Code.DTYPE}  # what an evaluation need not have
 _EXACT_BYTES: Final = 2  # of an element that is kept: 16 bits, whatever dtype the evaluation computes in
 
 
@@ -43,15 +47,23 @@ class Scheme:
     """name: in results. layers: what each layer reads back; layers that are not there stay exact.
 
     bytes_per_token: of all layers and KV heads; layers that stay exact count 16 bits an element. by_layer: the same of
-    each layer. options: which tokens stay exact. bytes_per_sequence: what those take, at most, and key means.
+    each layer. options: of each layer that has any, which of its tokens stay exact. beside: bytes of each sequence that
+    those take in each layer, at most, and its key means and scales. kernels: names of the backends with kernels, for
+    whichever GPU, that declare every layer that is read back.
     """
 
     name: str
     layers: Mapping[int, ReadBack]
     bytes_per_token: float
     by_layer: Mapping[int, float] = field(default_factory=dict)
-    options: CacheOptions = NONE
-    bytes_per_sequence: float = 0.0
+    options: Mapping[int, CacheOptions] = field(default_factory=dict)
+    beside: Mapping[int, float] = field(default_factory=dict)
+    kernels: tuple[str, ...] = ()
+
+    @property
+    def bytes_per_sequence(self) -> float:
+        """Of all layers, beside those per token."""
+        return sum(self.beside.values())
 
 
 def exact_bytes(layer: LayerSpec) -> int:
@@ -102,37 +114,63 @@ def preset_scheme(
 ) -> Scheme:
     """``preset`` through the backend that a TurboQuantCache for ``config`` would bind: same arguments, same errors.
 
-    protect, skip_layers: layers that stay exact; none by default, unlike in a cache for serving. key_means: of
-    :func:`.compare.key_means`, needed with the option ``key_mean``. key_scales: of :func:`.compare.key_scales`, with
-    ``key_scale``.
+    protect, skip_layers: layers that stay exact; none by default, unlike in a cache for serving. options: of the layers
+    that take them, as in the cache: those with a window go without. key_means: of :func:`.compare.key_means`, needed
+    with the option ``key_mean``. key_scales: of :func:`.compare.key_scales`, with ``key_scale``.
     """
     if options.key_mean and key_means is None:
         raise SpecError("key_means", None, "means of all layers, for the option key_mean")
     if options.key_scale and key_scales is None:
         raise SpecError("key_scales", None, "scales of all layers, for the option key_scale")
-    cache = TurboQuantCache(
-        config, preset, backend, target=target, dtype=dtype, block_size=block_size, protect=protect,
-        skip_layers=skip_layers,
-    )  # fmt: skip
+    try:
+        cache = TurboQuantCache(
+            config, preset, backend, target=target, dtype=dtype, block_size=block_size, protect=protect,
+            skip_layers=skip_layers, options=options, key_means=key_means, key_scales=key_scales,
+        )  # fmt: skip
+    except UnsupportedError as error:
+        raise SpecError("options", str(options), f"others ({error})") from None
     layers: dict[int, ReadBack] = {}
     size: dict[int, float] = {}
-    beside = 0.0
+    partly: dict[int, CacheOptions] = {}
+    beside: dict[int, float] = {}
+    kernels = [backend.name for backend in backends() if backend.ready and _is_for_gpus(backend)]
     for entry in cache.plan.layers:
-        layer = cache.layers[entry.layer.index]
+        spec, layer = entry.layer, cache.layers[entry.layer.index]
         if isinstance(layer, PackedLayer):
-            mean = key_means[entry.layer.index] if options.key_mean and key_means else None
-            scale = key_scales[entry.layer.index] if options.key_scale and key_scales else None
-            layers[entry.layer.index] = _stored(layer.bound, mean, scale)
-            size[entry.layer.index] = layer.bound.layout.bytes_per_token
-            beside += exact_bytes(entry.layer) * options.exact_tokens
-            vectors = options.key_mean + options.key_scale
-            beside += entry.layer.num_kv_heads * entry.layer.head_size * _EXACT_BYTES * vectors
-        elif entry.layer.keeps_cache and entry.layer.kv_shared_with is None:
-            size[entry.layer.index] = exact_bytes(entry.layer)
+            own = options if isinstance(layer, PartlyExactLayer) else NONE
+            if own.exact_tokens and (spec.soft_cap is not None or spec.sinks):
+                raise SpecError(
+                    "options", str(options), f"no exact tokens: layer {spec.index} has a soft cap or sinks"
+                )
+            mean = key_means[spec.index] if own.key_mean and key_means else None
+            scale = key_scales[spec.index] if own.key_scale and key_scales else None
+            layers[spec.index] = _stored(layer.bound, mean, scale)
+            size[spec.index] = layer.bound.layout.bytes_per_token
+            if own:
+                partly[spec.index] = own
+                vectors = own.key_mean + own.key_scale
+                beside[spec.index] = (
+                    exact_bytes(spec) * own.exact_tokens
+                    + spec.num_kv_heads * spec.head_size * _EXACT_BYTES * vectors
+                )
+            kernels = [name for name in kernels if _declares(name, layer.bound.decision)]
+        elif spec.keeps_cache and spec.kv_shared_with is None:
+            size[spec.index] = exact_bytes(spec)
     if not layers:
         raise SpecError("preset", cache.plan.question.preset.name, "at least one layer that is quantised")
     short = cache.plan.question.preset.name.removeprefix("turboquant_")
-    return Scheme(name or f"{short}{options}", layers, sum(size.values()), size, options, beside)
+    name = name or f"{short}{options}"
+    return Scheme(name, layers, sum(size.values()), size, partly, beside, tuple(kernels))
+
+
+def _is_for_gpus(backend: Backend) -> bool:
+    return any(requirement.code is Code.ARCH for requirement in backend.requires)
+
+
+def _declares(name: str, decision: Decision) -> bool:
+    """True if a backend would serve the decision's layer on a GPU of its own, in a dtype that it takes."""
+    asked = Request(decision.layer, decision.target, decision.preset, decision.block_size)
+    return all(refusal.code in _OF_THE_MACHINE for refusal in get_backend(name).refusals(asked))
 
 
 def fp8_scheme(config: Any, protect: int = 0, skip_layers: Collection[int] = ()) -> Scheme:
@@ -160,7 +198,8 @@ def model_layers(config: Any) -> tuple[LayerSpec, ...]:
 def only_layer(scheme: Scheme, layer: int) -> Scheme:
     """``scheme`` with one quantised layer, all others exact: what that layer costs."""
     name = f"{scheme.name} in layer {layer}"
-    return Scheme(name, {layer: scheme.layers[layer]}, scheme.bytes_per_token, options=scheme.options)
+    options = {layer: scheme.options[layer]} if layer in scheme.options else {}
+    return Scheme(name, {layer: scheme.layers[layer]}, scheme.bytes_per_token, options=options)
 
 
 def mixture(name: str, schemes: Collection[Scheme], layers: Mapping[int, str], config: Any) -> Scheme:
@@ -168,8 +207,13 @@ def mixture(name: str, schemes: Collection[Scheme], layers: Mapping[int, str], c
     known = {scheme.name: scheme for scheme in schemes}
     size = {layer.index: float(exact_bytes(layer)) for layer in model_layers(config)}
     found: dict[int, ReadBack] = {}
+    options: dict[int, CacheOptions] = {}
+    beside: dict[int, float] = {}
     for layer, scheme in layers.items():
-        if scheme in known:
-            found[layer] = known[scheme].layers[layer]
-            size[layer] = known[scheme].by_layer[layer]
-    return Scheme(name, found, sum(size.values()), size)
+        if scheme not in known:
+            continue
+        of = known[scheme]
+        found[layer], size[layer] = of.layers[layer], of.by_layer[layer]
+        if layer in of.options:
+            options[layer], beside[layer] = of.options[layer], of.beside[layer]
+    return Scheme(name, found, sum(size.values()), size, options, beside)
