@@ -45,12 +45,14 @@ class Spec:
     direct: bool = False
     padding: int = 0
     splits: int = 8
+    cut: bool = False
     features: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
         more = "".join(f"-{n}" for n, _ in self.features)
         more += f"-pad{self.padding}" if self.padding else ""
         more += f"-s{self.splits}" if self.splits != 8 else ""
+        more += "-cut" if self.cut else ""
         return (
             f"{self.kernel}-{self.preset}-{self.layout}-D{self.head_size}-g{self.group}-q{self.queries}"
             f"-bs{self.block_size}{'-direct' if self.direct else ''}{more}"
@@ -86,6 +88,10 @@ def specs(full: bool) -> Iterator[Spec]:
     """What is compiled: a few of every kind, or with ``full`` the product of presets, layouts, sizes and columns."""
     yield Spec("prepare")
     yield Spec("reduce", queries=4, features=(("sinks", True),))
+    yield Spec("prepare", cut=True, features=(("window", 1024),))
+    yield Spec("reduce", cut=True)
+    yield Spec(cut=True)
+    yield Spec(preset="k8v4", layout="aos", cut=True, features=(("window", 1024),))
     for layout in ("soa", "aos"):
         for preset in ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc"):
             yield Spec(preset=preset, layout=layout)
@@ -100,6 +106,8 @@ def specs(full: bool) -> Iterator[Spec]:
         return
     for head_size in (64, 80, 96, 112, 128, 192, 256):
         yield Spec("prepare", head_size=head_size)
+        yield Spec("prepare", head_size=head_size, cut=True)
+        yield Spec("reduce", head_size=head_size, cut=True)
         for splits in (8, 64, 256):
             yield Spec("reduce", head_size=head_size, splits=splits)
         for layout in ("soa", "aos"):
@@ -107,6 +115,8 @@ def specs(full: bool) -> Iterator[Spec]:
                 for group, queries in ((8, 1), (16, 1), (8, 4)):
                     for direct in (False, True):
                         yield Spec("decode", preset, layout, head_size, group, queries, direct=direct)
+                    if queries == 1:
+                        yield Spec("decode", preset, layout, head_size, group, cut=True)
 
 
 def build(arch: str, spec: Spec) -> Built:
@@ -130,16 +140,19 @@ def build(arch: str, spec: Spec) -> Built:
     multi = spec.queries > 1
     types: dict[str, torch.dtype] = {}
     if spec.kernel == "prepare":
-        kernel, constants, types = prepare_kernel, plan.prepare_constants(), {"query_ptr": torch.bfloat16}
+        constants = plan.prepare_constants(spec.cut, plan.columns(1))
+        kernel, types = prepare_kernel, {"query_ptr": torch.bfloat16}
     elif spec.kernel == "reduce":
         kernel, constants, types = (
             reduce_kernel,
-            plan.reduce_constants(multi, True, spec.splits),
+            plan.reduce_constants(multi, True, spec.splits, spec.cut),
             {"out_ptr": torch.bfloat16},
         )
     else:
         kernel = decode_kernel
-        constants = plan.decode_constants(plan.columns(spec.queries), multi, spec.direct, spec.direct)
+        constants = plan.decode_constants(
+            plan.columns(spec.queries), multi, spec.direct, spec.direct, cut=spec.cut
+        )
         if spec.direct:
             types = {"out_ptr": torch.bfloat16}
     compiled = compile_for(arch, kernel, constants, types)

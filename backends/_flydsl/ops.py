@@ -115,7 +115,7 @@ class FlydslOps:
         if plan is None:
             plan = self._plans[key] = self._make_plan(query, block_table, max_query_len, multi, out, lse)
         heads = self.layer.num_heads
-        queries, _, part, sums = (workspace or default_workspace(query.device)).take(
+        queries, _, part, sums, _ = (workspace or default_workspace(query.device)).take(
             rows * heads, _QUERY_WORDS, plan.splits, DIM
         )
         stream = self.runtime.stream(query.device)

@@ -40,6 +40,9 @@ FP8 is unpacked by an instruction, to a NaN that the mask replaces), and their n
 never touched.
 
 Row j of a sequence with q query tokens sees keys [max(0, h - window), h), h = seq_len - q + j + 1.
+
+With CUT the programs are (KV head, piece): the batch is cut into pieces of equal size by the lengths of its sequences
+(schedule.py), and a program finds out from the schedule which sequence its piece is of.
 """
 
 from __future__ import annotations
@@ -63,6 +66,7 @@ from .device import (
     value_steps,
     value_words,
 )
+from .schedule import piece_of, visible_tiles
 
 __all__ = ["decode_kernel"]
 
@@ -764,7 +768,7 @@ _ARGUMENT_NAMES = (
 @triton.jit(
     do_not_specialize=_ARGUMENT_NAMES,
     do_not_specialize_on_alignment=(
-        "cache_ptr", "table_ptr", "seq_lens_ptr", "query_start_ptr", "sinks_ptr", "out_ptr", "lse_ptr",
+        "cache_ptr", "table_ptr", "seq_lens_ptr", "query_start_ptr", "schedule_ptr", "sinks_ptr", "out_ptr", "lse_ptr",
     ),
 )  # fmt: skip
 def decode_kernel(
@@ -774,10 +778,11 @@ def decode_kernel(
     table_ptr,  # [B, M] int32
     seq_lens_ptr,  # [B] int32
     query_start_ptr,  # [B + 1] int32; not read unless MULTI
+    schedule_ptr,  # [2 + 2 P + 2 B] int32; not read unless CUT
     sinks_ptr,  # [Hq] fp32; not read unless SINKS and DIRECT
     tables_ptr,  # [TABLE_WORDS, 4] int32, the numbers of TABLE four times over; read on NVIDIA only
-    out_ptr,  # DIRECT: [N, Hq, Dv]; else partial results [N * Hq, S, RP] fp32
-    lse_ptr,  # DIRECT: [N, Hq] fp32 natural logarithm; else [N * Hq, S] fp32, base 2
+    out_ptr,  # DIRECT: [N, Hq, Dv]; else partial results [N * Hq, S, RP] fp32, with CUT [P, Hq, RP]
+    lse_ptr,  # DIRECT: [N, Hq] fp32 natural logarithm; else [N * Hq, S] fp32, base 2, with CUT [P, Hq]
     table_stride,
     out_token_stride,  # DIRECT only
     out_head_stride,
@@ -822,6 +827,7 @@ def decode_kernel(
     DIRECT: tl.constexpr,
     WRITE_LSE: tl.constexpr,
     PDL: tl.constexpr,  # programmatic dependent launch, see ops.py
+    CUT: tl.constexpr,  # only without MULTI and DIRECT
     TARGET: tl.constexpr,
 ):
     GROUPS: tl.constexpr = T // 16
@@ -829,6 +835,7 @@ def decode_kernel(
     VUNITS: tl.constexpr = VALUE[3]
     KWORDS: tl.constexpr = KEY[7]
     VWORDS: tl.constexpr = VALUE[7]
+    tl.static_assert(not CUT or not (MULTI or DIRECT))
     tl.static_assert(not PREFETCH or KEY_DATA[3] % 4 == 0)  # where blocks start would have to be kept as well
     KL: tl.constexpr = KEY[1]
     VL: tl.constexpr = VALUE[1]
@@ -841,8 +848,13 @@ def decode_kernel(
     head = tl.program_id(0) % HK
     first_column = (tl.program_id(0) // HK) * N
     first_query = first_column // G
-    split = tl.program_id(1)
-    sequence = tl.program_id(2)
+    if CUT:
+        sequence, split, tiles_per_split = piece_of(schedule_ptr, tl.program_id(1))
+        if sequence < 0:
+            return
+    else:
+        split = tl.program_id(1)
+        sequence = tl.program_id(2)
     seq_len = tl.load(seq_lens_ptr + sequence)
     if MULTI:
         query_base = tl.load(query_start_ptr + sequence)
@@ -868,13 +880,18 @@ def decode_kernel(
     start = begin // 16 * 16
     last_group = tl.maximum(end - 1, 0) // 16 * 16
 
-    tiles = (tl.maximum(end - start, 0) + T - 1) // T
-    tiles_per_split = tl.maximum((tiles + splits - 1) // splits, min_tiles)
+    if CUT:
+        tiles = visible_tiles(seq_len, window, T, WINDOW)
+        part = tl.program_id(1).to(tl.int64) * HQ + q_head  # [N] where partial results go
+    else:
+        tiles = (tl.maximum(end - start, 0) + T - 1) // T
+        tiles_per_split = tl.maximum((tiles + splits - 1) // splits, min_tiles)
+        part = row * splits + split
     tile_low = split * tiles_per_split
     tile_high = tl.minimum(tile_low + tiles_per_split, tiles)
     if not DIRECT:
         if tile_low >= tile_high:
-            tl.store(lse_ptr + row * splits + split, float("-inf"), live)
+            tl.store(lse_ptr + part, float("-inf"), live)
             return
 
     # Which token and which part of its row each lane reads. Lanes are dealt out over the dimensions of a tile in
@@ -1126,11 +1143,11 @@ def decode_kernel(
             keep = live[None, :] & (dim < DV)[:, None]
             tl.store(out_ptr + at[None, :] + dim[:, None], result.to(out_ptr.dtype.element_ty), keep)
         else:
-            at = (row * splits + split) * RP
+            at = part * RP
             tl.store(out_ptr + at[None, :] + (u * ROWS + r)[:, None], result, live[None, :])
     if DIRECT:
         if WRITE_LSE:
             at = (query_base + query).to(tl.int64) * lse_token_stride + q_head * lse_head_stride
             tl.store(lse_ptr + at, lse * _LN2, live)
     else:
-        tl.store(lse_ptr + row * splits + split, lse, live)
+        tl.store(lse_ptr + part, lse, live)

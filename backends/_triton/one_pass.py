@@ -61,7 +61,7 @@ class OnePassOps:
     def _take(self, workspace: Workspace | None, rows: int, splits: int, device: torch.device) -> Any:
         """Views of scratch memory for a call over ``rows`` rows (query token, head)."""
         space = workspace or default_workspace(device)
-        return space.take(rows, self.prepared_columns, splits, self.layer.value_size)
+        return space.take(rows, self.prepared_columns, splits, self.layer.value_size)[:4]
 
     def warmup(
         self,

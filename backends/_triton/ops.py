@@ -23,6 +23,7 @@ from .dequantize import Dequantize
 from .device import FP8_SCALE
 from .prepare import prepare_kernel
 from .reduce import reduce_kernel
+from .schedule import schedule_size
 from .store import Store
 from .tile import (
     GROUP,
@@ -51,10 +52,10 @@ ARGUMENTS: Mapping[str, Any] = {
     "query_ptr": torch.float16, "query_scale_ptr": torch.float32, "matrix_ptr": torch.float16,
     "prepared_ptr": torch.float16,
     "scale_ptr": torch.float32, "cache_ptr": torch.uint8, "table_ptr": torch.int32, "seq_lens_ptr": torch.int32,
-    "query_start_ptr": torch.int32, "sinks_ptr": torch.float32, "tables_ptr": torch.int32,
+    "query_start_ptr": torch.int32, "schedule_ptr": torch.int32, "sinks_ptr": torch.float32, "tables_ptr": torch.int32,
     "lse_ptr": torch.float32, "out_ptr": torch.float32,
     "part_ptr": torch.float32, "part_lse_ptr": torch.float32,
-    "rows": 1, "batch": 1, "token_stride": 1, "head_stride": 1, "table_stride": 1, "out_token_stride": 1,
+    "rows": 1, "batch": 1, "pieces": 1, "token_stride": 1, "head_stride": 1, "table_stride": 1, "out_token_stride": 1,
     "out_head_stride": 1, "lse_token_stride": 1, "lse_head_stride": 1, "window": 1, "splits": 1, "min_tiles": 1,
     "scale_log2": 1.0, "soft_cap": 1.0,
 }  # fmt: skip
@@ -116,6 +117,10 @@ class Launch:
     rows: int
     batch: int
     splits: int
+    pieces: int
+    """With a schedule: room for that many pieces. Else 0."""
+    numbers: int
+    """Of the schedule."""
     min_tiles: int
     matrix: torch.Tensor
     tables: torch.Tensor
@@ -246,8 +251,8 @@ class DecodePlan:
         """Column tiles of a KV head."""
         return -(-max_query_len * self.layer.gqa_ratio // self.columns(max_query_len))
 
-    def prepare_constants(self) -> dict[str, Any]:
-        """Constexprs and options of the prepare kernel."""
+    def prepare_constants(self, cut: bool = False, columns: int = 0) -> dict[str, Any]:
+        """Constexprs and options of the prepare kernel. cut: it writes a schedule for tiles of ``columns`` columns."""
         d = self.layout.head_size
         return {
             "HQ": self.layer.num_heads,
@@ -259,15 +264,19 @@ class DecodePlan:
             "CHUNK": min(128 if self.kind == "cuda" else 64, d) if d & (d - 1) == 0 else 32,
             "PDL": self.pdl,
             "INT8": self.planes > 0,
+            "CUT": cut,
+            "T": self.tuned(columns)["tokens"] if cut else 0,
+            "WINDOW": cut and self.layer.window is not None,
             "num_warps": 8 if self.kind == "cuda" else 4,
             "num_stages": 1,
             "enable_fp_fusion": True,
         }
 
     def decode_constants(
-        self, columns: int, multi: bool, direct: bool, write_lse: bool, early: bool = False
+        self, columns: int, multi: bool, direct: bool, write_lse: bool, early: bool = False, cut: bool = False
     ) -> dict[str, Any]:
-        """Constexprs and options of the decode kernel. early: start it while prepare runs, where the target can."""
+        """Constexprs and options of the decode kernel. early: start it while prepare runs, where the target can.
+        cut: its programs are the pieces of a schedule."""
         choice = self.tuned(columns)
         return {
             **self.constants,
@@ -277,6 +286,7 @@ class DecodePlan:
             "MULTI": multi,
             "DIRECT": direct,
             "WRITE_LSE": write_lse and direct,
+            "CUT": cut,
             **({"launch_pdl": True} if self.pdl and early else {}),
             "num_warps": choice["num_warps"],
             "num_stages": choice["num_stages"],
@@ -288,9 +298,13 @@ class DecodePlan:
             ),
         }
 
-    def reduce_constants(self, multi: bool, write_lse: bool, splits: int) -> dict[str, Any]:
+    def reduce_constants(
+        self, multi: bool, write_lse: bool, splits: int, cut: bool = False
+    ) -> dict[str, Any]:
         """Constexprs and options of the reduce kernel."""
         most, chunk, parts, warps = next(join for join in _JOINS if splits <= join[0])
+        if cut:  # most sequences have about ``splits``, one may have all
+            most = MAX_SPLITS
         return {
             "HQ": self.layer.num_heads,
             "DV": self.layout.value_head_size,
@@ -304,20 +318,24 @@ class DecodePlan:
             "SINKS": self.layer.sinks,
             "WRITE_LSE": write_lse,
             "PDL": self.pdl,
+            "CUT": cut,
             **({"launch_pdl": True} if self.pdl else {}),
             "num_warps": warps,
             "num_stages": 1,
             "enable_fp_fusion": True,
         }
 
+    def visible(self, max_context: int, max_query_len: int) -> int:
+        """The widest range of tokens that one column tile can see."""
+        if self.layer.window is None:
+            return max_context
+        queries = min(max_query_len, -(-self.columns(max_query_len) // self.layer.gqa_ratio) + 1)
+        return min(max_context, self.layer.window + queries - 1 + GROUP)
+
     def splits(self, batch: int, max_context: int, max_query_len: int, compute_units: int) -> int:
         """Number of splits for a shape: enough programs to fill the device, no split shorter than min_tokens."""
-        columns = self.columns(max_query_len)
-        choice = self.tuned(columns)
-        visible = max_context
-        if self.layer.window is not None:  # the widest range of tokens that one column tile can see
-            queries = min(max_query_len, -(-columns // self.layer.gqa_ratio) + 1)
-            visible = min(visible, self.layer.window + queries - 1 + GROUP)
+        choice = self.tuned(self.columns(max_query_len))
+        visible = self.visible(max_context, max_query_len)
         programs = batch * self.layer.num_kv_heads * self.column_tiles(max_query_len)
         wanted = (
             choice["programs_per_cu"] * compute_units // programs
@@ -325,12 +343,31 @@ class DecodePlan:
         longest = -(-visible // max(choice["min_tokens"], choice["tokens"]))
         return max(1, min(wanted, longest, MAX_SPLITS))
 
+    def early(self, batch: int, splits: int, max_query_len: int, compute_units: int) -> bool:
+        """Whether decode, of several splits, leaves so much of the device free that it may start while prepare runs."""
+        programs = batch * self.layer.num_kv_heads * self.column_tiles(max_query_len) * splits
+        capacity = self.tuned(self.columns(max_query_len))["programs_per_cu"] * compute_units
+        return splits > 1 and 2 * programs <= capacity
+
+    def cut(self, batch: int, max_context: int, splits: int, compute_units: int) -> int:
+        """Room for pieces if a batch of one query token each is to be cut by its lengths, else 0.
+
+        As many as without a schedule; ``cut_pieces`` to a sequence where sequences would not be split. Not where decode
+        starts early: a schedule comes from prepare, and waiting for it costs more than it brings.
+        """
+        choice = self.tuned(self.columns(1))
+        if batch < 2 or self.early(batch, splits, 1, compute_units):
+            return 0
+        if splits == 1 and self.visible(max_context, 1) < choice["cut_from"]:
+            return 0
+        return batch * (splits if splits > 1 else choice["cut_pieces"])
+
 
 class TritonOps:
     """LayerOps in Triton for one layer.
 
-    options, for tests and tuning: ``splits`` fixes the number of splits; ``tuning`` replaces values of the layer's
-    file in configs/tuned.
+    options, for tests and tuning: ``splits`` fixes the number of splits, and with ``cut`` the room for pieces, which is
+    that many times the batch; ``tuning`` replaces values of the layer's file in configs/tuned.
     """
 
     def __init__(
@@ -339,14 +376,18 @@ class TritonOps:
         layout: Layout,
         *,
         splits: int | None = None,
+        cut: bool = False,
         tuning: Mapping[str, Any] | None = None,
     ) -> None:
         if splits is not None and not 1 <= splits <= MAX_SPLITS:
             raise SpecError("splits", splits, f"1 to {MAX_SPLITS}")
+        if cut and (splits is None or splits < 2):
+            raise SpecError("cut", cut, "given with two splits or more")
         self.layer = decision.layer
         self.layout = layout
         self.decision = decision
         self.fixed_splits = splits
+        self._fixed_cut = cut
         self._tuning = tuning
         self.plan = DecodePlan(decision, layout, tuning=tuning)
         self._plans = {True: self.plan}
@@ -415,8 +456,8 @@ class TritonOps:
             return
         plan, rows, splits = launch.plan, launch.rows, launch.splits
         direct = launch.reduce is None
-        queries, query_scales, part, part_lse = (workspace or default_workspace(query.device)).take(
-            rows, plan.key.columns, 0 if direct else splits, plan.value.rows
+        queries, query_scales, part, part_lse, schedule = (workspace or default_workspace(query.device)).take(
+            rows, plan.key.columns, 0 if direct else splits, plan.value.rows, launch.numbers
         )
         starts = seq_lens if query_start_loc is None else query_start_loc
         some_sinks = query_scales if sinks is None else sinks
@@ -424,9 +465,12 @@ class TritonOps:
         lse_token, lse_head = (0, 0) if lse is None else lse.stride()
         out_token, out_head, _ = out.stride()
         query_token, query_head, _ = query.stride()
-        launch.prepare(query, launch.matrix, queries, query_scales, rows, query_token, query_head)
+        launch.prepare(
+            query, launch.matrix, queries, query_scales, seq_lens, schedule, rows, query_token, query_head,
+            launch.batch, launch.pieces, self._window, launch.min_tiles,
+        )  # fmt: skip
         launch.decode(
-            queries, query_scales, cache, block_table, seq_lens, starts, some_sinks, launch.tables,
+            queries, query_scales, cache, block_table, seq_lens, starts, schedule, some_sinks, launch.tables,
             out if direct else part,
             some_lse if direct else part_lse,
             block_table.stride(0), out_token, out_head, lse_token, lse_head,
@@ -434,7 +478,7 @@ class TritonOps:
         )  # fmt: skip
         if launch.reduce is not None:
             launch.reduce(
-                part, part_lse, starts, some_sinks, out, some_lse, splits, launch.batch,
+                part, part_lse, starts, schedule, some_sinks, out, some_lse, splits, launch.batch, launch.pieces,
                 out_token, out_head, lse_token, lse_head,
             )  # fmt: skip
 
@@ -470,13 +514,20 @@ class TritonOps:
         lengths = sorted({1, *fills, max_query_len})
         modes: set[tuple[int, bool, bool]] = set()
         most_splits = 1
+        most_pieces = 0  # of a sequence, on average
         nbytes = 0
         for batch in range(1, max_batch + 1):
             for length in lengths:
-                splits = self.fixed_splits or plan.splits(batch, max_context, length, units)
                 columns = plan.columns(length)
                 rows = batch * length * self.layer.num_heads
-                nbytes = max(nbytes, space.needed(rows, plan.key.columns, splits, plan.value.rows))
+                for single in (False, True) if length == 1 else (False,):
+                    splits, pieces, _ = self._split(plan, batch, max_context, length, single, device)
+                    most_pieces = max(most_pieces, splits if pieces else 0)
+                    numbers = schedule_size(pieces, batch) if pieces else 0
+                    nbytes = max(
+                        nbytes, space.needed(rows, plan.key.columns, splits, plan.value.rows, numbers)
+                    )
+                splits = self.fixed_splits or plan.splits(batch, max_context, length, units)
                 most_splits = max(most_splits, splits)
                 modes |= {(columns, multi, s == 1) for multi in {length > 1, True} for s in {1, splits}}
                 if length == 1:
@@ -498,6 +549,18 @@ class TritonOps:
                             break
                         constants = plan.reduce_constants(multi, write, fewer + 1)
                         compiled.append(self._compile(reduce_kernel, constants, {"out_ptr": dtype}))
+        if most_pieces:
+            columns = plan.columns(1)
+            constants = plan.prepare_constants(True, columns)
+            compiled.append(self._compile(prepare_kernel, constants, {"query_ptr": dtype}))
+            constants = plan.decode_constants(columns, False, False, False, cut=True)
+            compiled.append(self._compile(decode_kernel, constants, {}))
+            for write in some_lse:
+                for fewer, *_ in ((1,), *_JOINS):
+                    if fewer >= most_pieces:
+                        break
+                    constants = plan.reduce_constants(False, write, fewer + 1, True)
+                    compiled.append(self._compile(reduce_kernel, constants, {"out_ptr": dtype}))
         return len({id(kernel) for kernel in compiled})
 
     @staticmethod
@@ -542,35 +605,62 @@ class TritonOps:
         if single:
             max_query_len = 1
         columns = plan.columns(max_query_len)
-        splits = self.fixed_splits or plan.splits(
-            max(batch, 1), blocks * self.layout.block_size, max_query_len, _compute_units(device)
-        )
+        context = blocks * self.layout.block_size
+        splits, pieces, early = self._split(plan, max(batch, 1), context, max_query_len, single, device)
         direct = splits == 1
         choice = plan.tuned(columns)
         rows = tokens * self.layer.num_heads
         heads = self.layer.num_kv_heads * plan.column_tiles(max_query_len)
-        capacity = choice["programs_per_cu"] * _compute_units(device)
-        early = not direct and 2 * heads * splits * batch <= capacity
+        min_tiles = 1 if self.fixed_splits else -(-choice["min_tokens"] // choice["tokens"])
+        if pieces:  # none may have more than reduce takes
+            min_tiles = max(min_tiles, -(-context // choice["tokens"] // MAX_SPLITS))
         reduce = None
         if not direct:
-            constants = plan.reduce_constants(not single, not no_lse, splits)
+            constants = plan.reduce_constants(not single, not no_lse, splits, bool(pieces))
             reduce = Kernel(reduce_kernel, (rows, constants["PARTS"], 1), constants)
         return Launch(
-            prepare=Kernel(prepare_kernel, (-(-rows // _ROWS_PER_PREPARE), 1, 1), plan.prepare_constants()),
+            prepare=Kernel(
+                prepare_kernel,
+                (-(-rows // _ROWS_PER_PREPARE) + bool(pieces), 1, 1),
+                plan.prepare_constants(bool(pieces), columns),
+            ),
             decode=Kernel(
                 decode_kernel,
-                (heads, splits, batch),
-                plan.decode_constants(columns, not single, direct, not no_lse, early),
+                (heads, pieces, 1) if pieces else (heads, splits, batch),
+                plan.decode_constants(columns, not single, direct, not no_lse, early, bool(pieces)),
             ),
             reduce=reduce,
             rows=rows,
             batch=batch if tokens else 0,
             splits=splits,
-            min_tiles=1 if self.fixed_splits else -(-choice["min_tokens"] // choice["tokens"]),
+            pieces=pieces,
+            numbers=schedule_size(pieces, batch) if pieces else 0,
+            min_tiles=min_tiles,
             matrix=self._matrix[device, aligned],
             tables=self._tables[device, aligned],
             plan=plan,
         )
+
+    def _split(
+        self,
+        plan: DecodePlan,
+        batch: int,
+        max_context: int,
+        max_query_len: int,
+        single: bool,
+        device: torch.device,
+    ) -> tuple[int, int, bool]:
+        """(splits, room for pieces if the batch is cut by its lengths, whether decode starts early)."""
+        units = _compute_units(device)
+        if self.fixed_splits:
+            splits = self.fixed_splits
+            pieces = batch * splits if self._fixed_cut and single and batch > 1 else 0
+        else:
+            splits = plan.splits(batch, max_context, max_query_len, units)
+            pieces = plan.cut(batch, max_context, splits, units) if single else 0
+            if pieces:
+                splits = pieces // batch
+        return splits, pieces, not pieces and plan.early(batch, splits, max_query_len, units)
 
 
 @cache

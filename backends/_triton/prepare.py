@@ -7,6 +7,8 @@ products are exact and the sums fp32. Each row is then divided by a power of two
 size of the query, and the decode kernel multiplies scores by the power. With INT8 the largest number lies in
 [2^13, 2^14), and each is rounded to an integer and written as two int8 numbers.
 
+With CUT one more program, the first, cuts the batch into equal shares (schedule.py) while the others rotate.
+
 Instructions: rows * KP * D multiply-adds on the matrix unit; A is read once per program, from the second-level cache.
 """
 
@@ -16,6 +18,7 @@ import triton
 import triton.language as tl
 
 from .device import gdc_launch_dependents
+from .schedule import cut_batch
 
 __all__ = ["prepare_kernel"]
 
@@ -23,17 +26,23 @@ _LEAST_EXPONENT = tl.constexpr(27)  # biased: rows below 2^-100 are scaled as if
 
 
 @triton.jit(
-    do_not_specialize=("rows", "token_stride", "head_stride"),
-    do_not_specialize_on_alignment=("query_ptr",),
+    do_not_specialize=("rows", "token_stride", "head_stride", "batch", "pieces", "window", "min_tiles"),
+    do_not_specialize_on_alignment=("query_ptr", "seq_lens_ptr", "schedule_ptr"),
 )
 def prepare_kernel(
     query_ptr,  # [N, Hq, D] fp16/bf16
     matrix_ptr,  # [KP, D] fp16
     prepared_ptr,  # [N * Hq, KP] fp16, written
     scale_ptr,  # [N * Hq] fp32, written
+    seq_lens_ptr,  # [B] int32; not read unless CUT
+    schedule_ptr,  # [2 + 2 P + 2 B] int32, written if CUT, see schedule.py
     rows,  # N * Hq
     token_stride,
     head_stride,
+    batch,  # B
+    pieces,  # P
+    window,
+    min_tiles,  # fewest tiles to a piece
     HQ: tl.constexpr,
     D: tl.constexpr,
     KP: tl.constexpr,
@@ -42,8 +51,17 @@ def prepare_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
     INT8: tl.constexpr,  # [N * Hq, 2, KP] int8 in place of fp16: 128 * upper + lower
+    CUT: tl.constexpr,  # one program more than the rows need: it writes the schedule
+    T: tl.constexpr,  # tokens of a tile
+    WINDOW: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    program = tl.program_id(0)
+    if CUT:
+        if program == 0:
+            cut_batch(seq_lens_ptr, schedule_ptr, batch, pieces, window, min_tiles, T, WINDOW)
+            return
+        program -= 1
+    row = program.to(tl.int64) * R + tl.arange(0, R)
     inside = row < rows
     start = (row // HQ) * token_stride + (row % HQ) * head_stride
     column = tl.arange(0, KP2)

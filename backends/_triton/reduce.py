@@ -3,7 +3,7 @@
 A program owns its part of a row of the output; it reads that part of S fp32 vectors of RP numbers, of which splits that
 saw no key are skipped (their weight is 0 and their bytes, never written, are not read), puts the rows of the
 accumulator back in the order of the dims, adds the sink to the denominator and writes once. Bytes: S * (RP + 1) * 4
-read per row.
+read per row. With CUT the parts of a sequence are its pieces, as many as the schedule says (schedule.py).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from .device import gdc_wait
+from .schedule import pieces_of
 
 __all__ = ["reduce_kernel"]
 
@@ -21,19 +22,21 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit(
     do_not_specialize=(
-        "splits", "batch", "out_token_stride", "out_head_stride", "lse_token_stride", "lse_head_stride",
+        "splits", "batch", "pieces", "out_token_stride", "out_head_stride", "lse_token_stride", "lse_head_stride",
     ),
-    do_not_specialize_on_alignment=("query_start_ptr", "sinks_ptr", "out_ptr", "lse_ptr"),
+    do_not_specialize_on_alignment=("query_start_ptr", "schedule_ptr", "sinks_ptr", "out_ptr", "lse_ptr"),
 )  # fmt: skip
 def reduce_kernel(
-    part_ptr,  # [N * Hq, S, RP] fp32
-    part_lse_ptr,  # [N * Hq, S] fp32, base 2
+    part_ptr,  # [N * Hq, S, RP] fp32, or with CUT [P, Hq, RP]
+    part_lse_ptr,  # [N * Hq, S] fp32, base 2, or with CUT [P, Hq]
     query_start_ptr,  # [B + 1] int32; not read unless MULTI
+    schedule_ptr,  # [2 + 2 P + 2 B] int32; not read unless CUT
     sinks_ptr,  # [Hq] fp32; not read unless SINKS
     out_ptr,  # [N, Hq, Dv], written
     lse_ptr,  # [N, Hq] fp32, natural logarithm, written if WRITE_LSE
-    splits,
+    splits,  # S
     batch,
+    pieces,  # P
     out_token_stride,
     out_head_stride,
     lse_token_stride,
@@ -50,6 +53,7 @@ def reduce_kernel(
     SINKS: tl.constexpr,
     WRITE_LSE: tl.constexpr,
     PDL: tl.constexpr,
+    CUT: tl.constexpr,  # only without MULTI
 ):
     row = tl.program_id(0).to(tl.int64)
     token = row // HQ
@@ -59,8 +63,14 @@ def reduce_kernel(
             return
     if PDL:
         gdc_wait()
+    at_part = row * splits  # of split 0
+    step = 1  # to the next split
+    if CUT:
+        first_piece, splits = pieces_of(schedule_ptr, token, pieces)
+        at_part = first_piece.to(tl.int64) * HQ + head
+        step = HQ
     s = tl.arange(0, MAX_SPLITS)
-    part = tl.load(part_lse_ptr + row * splits + s, s < splits, float("-inf"))
+    part = tl.load(part_lse_ptr + at_part + s * step, s < splits, float("-inf"))
     largest = tl.max(part, axis=0)
     seen = largest > float("-inf")
     largest = tl.where(seen, largest, 0.0)
@@ -77,9 +87,9 @@ def reduce_kernel(
     acc = tl.zeros((WIDTH,), tl.float32)
     for first in range(0, splits, CHUNK):
         chunk = first + c
-        lse = tl.load(part_lse_ptr + row * splits + chunk, chunk < splits, float("-inf"))
+        lse = tl.load(part_lse_ptr + at_part + chunk * step, chunk < splits, float("-inf"))
         weight = tl.exp2(lse - largest)
-        at = part_ptr + (row * splits + chunk)[:, None] * RP + r[None, :]
+        at = part_ptr + (at_part + chunk * step)[:, None] * RP + r[None, :]
         x = tl.load(at, (lse > float("-inf"))[:, None] & (r < RP)[None, :], 0.0)
         acc += tl.sum(x * weight[:, None], axis=0)
     acc = tl.where(seen, acc / total, 0.0)

@@ -41,18 +41,21 @@ class Workspace:
         self._views.clear()
 
     @staticmethod
-    def needed(rows: int, columns: int, splits: int, width: int) -> int:
+    def needed(rows: int, columns: int, splits: int, width: int, numbers: int = 0) -> int:
         """Bytes that :meth:`take` needs."""
-        sizes = (rows * columns * 2, rows * 4, rows * splits * width * 4, rows * splits * 4)
+        sizes = (rows * columns * 2, rows * 4, rows * splits * width * 4, rows * splits * 4, numbers * 4)
         return sum(-(-size // _ALIGN) * _ALIGN for size in sizes)
 
-    def take(self, rows: int, columns: int, splits: int, width: int) -> tuple[torch.Tensor, ...]:
+    def take(
+        self, rows: int, columns: int, splits: int, width: int, numbers: int = 0
+    ) -> tuple[torch.Tensor, ...]:
         """Views for one call: queries [rows, columns] fp16, their scales [rows] fp32, partial results
-        [rows, splits, width] fp32 and their lse [rows, splits] fp32 (splits = 0: none). Contents are undefined."""
-        key = (rows, columns, splits, width)
+        [rows, splits, width] fp32 and their lse [rows, splits] fp32 (splits = 0: none), ``numbers`` int32. Contents
+        are undefined."""
+        key = (rows, columns, splits, width, numbers)
         views = self._views.get(key)
         if views is None:
-            self.reserve(self.needed(rows, columns, splits, width))
+            self.reserve(self.needed(*key))
             at = 0
             made = []
             for shape, dtype in (
@@ -60,6 +63,7 @@ class Workspace:
                 ((rows,), torch.float32),
                 ((rows, splits, width), torch.float32),
                 ((rows, splits), torch.float32),
+                ((numbers,), torch.int32),
             ):
                 count = 1
                 for n in shape:

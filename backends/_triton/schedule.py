@@ -1,0 +1,126 @@
+"""Equal shares for unequal sequences: how many pieces each sequence of a batch is cut into, worked out on the device.
+
+The host knows only how wide the block table is, and the grid of a captured graph must not change. So the grid has room
+for P pieces, P fixed by the shape, and one program of the prepare kernel cuts the batch each time: t tiles to a piece,
+the same for all sequences, t as small as it may be for all pieces to find room. Sequence b of n_b tiles gets
+ceil(n_b / t). A batch of equal lengths is cut as if each sequence had P / B pieces.
+
+t lies between ceil(sum n / P) and ceil(sum n / (P - B)), where every sequence may have a piece that is not full; of
+CANDIDATES values in between the first that fits is taken.
+
+The schedule, int32 [2 + 2 P + 2 B]: t, 0, then (sequence, first piece of that sequence) of every piece, sequence -1
+where there is none, then (first piece, number of pieces) of every sequence.
+
+Work: three passes over the lengths, which are B * 4 bytes; the sums and the prefix sums are what takes time, and they
+take about as long as rotating a tile of queries, which other programs do meanwhile.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["cut_batch", "piece_of", "pieces_of", "schedule_size", "visible_tiles"]
+
+_HEAD = tl.constexpr(2)  # numbers before the first pair
+_CANDIDATES = tl.constexpr(16)
+_AT_ONCE = tl.constexpr(128)  # sequences
+_ENTRIES = tl.constexpr(8)  # pieces of a sequence written at once
+
+
+def schedule_size(pieces: int, batch: int) -> int:
+    """Numbers in a schedule."""
+    return _HEAD.value + 2 * pieces + 2 * batch
+
+
+@triton.jit
+def visible_tiles(
+    seq_len,
+    window,
+    T: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Tiles of T tokens that the last token of a sequence sees, counted from the group of 16 in which they begin."""
+    end = tl.maximum(seq_len, 0)
+    if WINDOW:
+        end = end - tl.maximum(seq_len - window, 0) // 16 * 16
+    return (end + T - 1) // T
+
+
+@triton.jit
+def piece_of(
+    schedule_ptr,  # [2 + 2 P + 2 B] int32
+    piece,
+):
+    """(sequence or -1, number of the piece in its sequence, tiles to a piece)."""
+    sequence = tl.load(schedule_ptr + _HEAD + 2 * piece)
+    first = tl.load(schedule_ptr + _HEAD + 2 * piece + 1)
+    return sequence, piece - first, tl.load(schedule_ptr)
+
+
+@triton.jit
+def pieces_of(
+    schedule_ptr,  # [2 + 2 P + 2 B] int32
+    sequence,
+    pieces,  # P
+):
+    """(first piece, number of pieces) of a sequence."""
+    at = schedule_ptr + _HEAD + 2 * pieces + 2 * sequence
+    return tl.load(at), tl.load(at + 1)
+
+
+@triton.jit
+def _lengths(seq_lens_ptr, first, batch, window, T: tl.constexpr, WINDOW: tl.constexpr):
+    """Tiles of _AT_ONCE sequences, 0 past the batch."""
+    b = first + tl.arange(0, _AT_ONCE)
+    return visible_tiles(tl.load(seq_lens_ptr + b, b < batch, 0), window, T, WINDOW)
+
+
+@triton.jit
+def cut_batch(
+    seq_lens_ptr,  # [B] int32
+    schedule_ptr,  # [2 + 2 P + 2 B] int32, written
+    batch,  # B
+    pieces,  # P > B
+    window,
+    min_tiles,  # fewest tiles to a piece
+    T: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Write the schedule; one program."""
+    total = tl.zeros((), tl.int32)
+    for first in range(0, batch, _AT_ONCE):
+        total += tl.sum(_lengths(seq_lens_ptr, first, batch, window, T, WINDOW), axis=0)
+    least = tl.maximum((total + pieces - 1) // pieces, min_tiles)
+    room = pieces - batch
+    most = tl.maximum((total + room - 1) // room, least)
+    k = tl.arange(0, _CANDIDATES)
+    tried = least + ((most - least) * k + _CANDIDATES - 2) // (_CANDIDATES - 1)  # the last is ``most``
+    needed = tl.zeros((_CANDIDATES,), tl.int32)
+    for first in range(0, batch, _AT_ONCE):
+        tiles = _lengths(seq_lens_ptr, first, batch, window, T, WINDOW)
+        needed += tl.sum((tiles[None, :] + tried[:, None] - 1) // tried[:, None], axis=1)
+    share = tl.min(tl.where(needed <= pieces, tried, most), axis=0)
+
+    tl.store(schedule_ptr, share)
+    i = tl.arange(0, _ENTRIES)
+    used = tl.zeros((), tl.int32)
+    for first in range(0, batch, _AT_ONCE):
+        tiles = _lengths(seq_lens_ptr, first, batch, window, T, WINDOW)
+        count = (tiles + share - 1) // share
+        at = used + tl.cumsum(count, axis=0) - count
+        b = first + tl.arange(0, _AT_ONCE)
+        of_sequence = schedule_ptr + _HEAD + 2 * pieces + 2 * b
+        tl.store(of_sequence, at, b < batch)
+        tl.store(of_sequence + 1, count, b < batch)
+        for done in range(0, tl.max(count, axis=0), _ENTRIES):
+            number = done + i[None, :] + tl.zeros((_AT_ONCE, 1), tl.int32)
+            of_piece = schedule_ptr + _HEAD + 2 * (at[:, None] + number)
+            tl.store(of_piece, b[:, None] + tl.zeros((1, _ENTRIES), tl.int32), number < count[:, None])
+            tl.store(of_piece + 1, at[:, None] + tl.zeros((1, _ENTRIES), tl.int32), number < count[:, None])
+        used += tl.sum(count, axis=0)
+    for first in range(used, pieces, _AT_ONCE):
+        piece = first + tl.arange(0, _AT_ONCE)
+        unused = schedule_ptr + _HEAD + 2 * piece
+        tl.store(unused, -1, piece < pieces)
+        tl.store(unused + 1, piece, piece < pieces)

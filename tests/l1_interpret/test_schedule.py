@@ -1,0 +1,56 @@
+"""Schedules of ragged batches, interpreted, and decode over them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.decode_checks import LAYOUTS, PRESETS, Case, Config, check
+from tests.schedule_checks import check_schedule
+
+
+def test_equal_lengths_are_cut_equally(device):
+    """As many tiles to a piece as without a schedule."""
+    assert check_schedule([8192] * 8, 8 * 3, device) == -(-256 // 3)
+    assert check_schedule([4096] * 3, 3 * 5, device) == -(-128 // 5)
+
+
+def test_one_long_sequence_gets_almost_all_pieces(device):
+    share = check_schedule([100_000, *[32] * 15], 16 * 4, device)
+    assert share <= -(-(100_000 // 32 + 1) // (64 - 16)) + 1
+
+
+@pytest.mark.parametrize("lens", [[0, 0], [0, 1, 0], [-3, 5], [33] * 129, list(range(0, 1300, 10))])
+def test_edges(lens, device):
+    check_schedule(lens, 2 * len(lens), device)
+
+
+def test_least_size_of_a_piece(device):
+    assert check_schedule([320, 64, 640], 30, device, min_tiles=4) == 4
+
+
+@pytest.mark.parametrize("window", [1, 16, 17, 1000])
+def test_window(window, device):
+    check_schedule([0, 15, 16, 17, 1000, 1001, 5000], 21, device, window=window)
+
+
+def test_random_lengths(device):
+    rng = random.Random(0)
+    for _ in range(40):
+        batch = rng.randint(2, 300)
+        lens = [int(2 ** rng.uniform(0, 15)) for _ in range(batch)]
+        check_schedule(lens, batch * rng.randint(2, 6), device, min_tiles=rng.choice((1, 2, 9)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("arch", ["sm_90", "gfx950"])
+def test_decode(arch, preset, layout, device):
+    check(Config(preset, layout, arch=arch), Case((0, 137, 1, 50), splits=2), device, cut=True)
+
+
+def test_decode_with_everything(device):
+    config = Config(window=True, sinks=True, soft_cap=30.0, group=5, heads=3, block_size=48)
+    check(config, Case((5, 200, 0, 33), window=40, splits=3), device, cut=True)
+    check(Config(group=1, sinks=True), Case((400, 3, 3), splits=4), device, cut=True)

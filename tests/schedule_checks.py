@@ -1,0 +1,53 @@
+"""What a schedule must be, as a function of a device: run interpreted (l1) and compiled (l2) alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from turboquant_rocm.backends._triton.schedule import cut_batch, schedule_size
+
+
+@triton.jit
+def cut_kernel(
+    seq_lens_ptr, schedule_ptr, batch, pieces, window, min_tiles, T: tl.constexpr, WINDOW: tl.constexpr
+):
+    cut_batch(seq_lens_ptr, schedule_ptr, batch, pieces, window, min_tiles, T, WINDOW)
+
+
+def check_schedule(
+    lens: Sequence[int], pieces: int, device: str, *, window: int = 0, min_tiles: int = 1, tile: int = 32
+) -> int:
+    """Cuts ``lens`` and compares what was written with what it must say; returns the tiles of a piece."""
+    batch = len(lens)
+    size = schedule_size(pieces, batch)
+    written = torch.full((size + 64,), -77, dtype=torch.int32, device=device)
+    cut_kernel[(1,)](
+        torch.tensor(lens, dtype=torch.int32, device=device), written, batch, pieces, window, min_tiles,
+        tile, window > 0, num_warps=8,
+    )  # fmt: skip
+    got = written.tolist()
+    assert got[size:] == [-77] * 64, "written past its end"
+    share = got[0]
+    begins = [max(n - window, 0) // 16 * 16 if window else 0 for n in lens]
+    tiles = [-(-(max(n, 0) - begin) // tile) for n, begin in zip(lens, begins, strict=True)]
+    counts = [-(-n // share) for n in tiles]
+    assert sum(counts) <= pieces, "a piece has no room"
+    entries = got[2 : 2 + 2 * pieces]
+    first, want = 0, []
+    for b, count in enumerate(counts):
+        assert got[2 + 2 * pieces + 2 * b :][:2] == [first, count], f"sequence {b}"
+        want += [b, first] * count
+        first += count
+    assert entries[: 2 * first] == want
+    assert entries[2 * first :: 2] == [-1] * (pieces - first)
+    least = max(-(-sum(tiles) // pieces), min_tiles)
+    most = max(-(-sum(tiles) // (pieces - batch)), least)
+    assert least <= share <= most
+    for smaller in range(least, share):  # no value that was tried and is smaller would have fitted
+        tried = {least + ((most - least) * k + 14) // 15 for k in range(16)}
+        assert smaller not in tried or sum(-(-n // smaller) for n in tiles) > pieces
+    return share
