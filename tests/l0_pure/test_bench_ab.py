@@ -80,11 +80,20 @@ def test_bytes_of_stores_are_what_they_hold(tokens: int, mode: str, attention: s
     assert cache.nbytes == want * HEADS * LAYERS
 
 
-@pytest.mark.parametrize("options", [CacheOptions(first=3), CacheOptions(recent=9, first=2, key_mean=True)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        CacheOptions(first=3),
+        CacheOptions(recent=9, first=2, key_mean=True),
+        CacheOptions(recent=9, first=2, key_mean=True, key_scale=True),
+    ],
+    ids=str,
+)
 def test_bytes_of_partly_exact_layers(options: CacheOptions):
     model = build("llama")
     layers = model_layers(model.config)
-    cache = TurboQuantCache(model.config, "4bit_nc", options=options, **COMMON)
+    scales = {layer.index: torch.ones(HEADS, 1, 64) for layer in layers}
+    cache = TurboQuantCache(model.config, "4bit_nc", options=options, key_scales=scales, **COMMON)
     assert bytes_for(cache, layers, 2, 4) == 2 * ROW * HEADS * LAYERS
     feed(model, cache, 2 + 64)  # pages of a store double
     assert cache_bytes(cache) == bytes_for(cache, layers, 66, 4)

@@ -526,7 +526,7 @@ class PartlyExactLayer(PackedLayer):
         return (0 if self._rest is None else self._rest.nbytes) + sum(int(x.nbytes) for x in kept)
 
     def bytes_for(self, tokens: int, itemsize: int) -> int:
-        """As in :class:`PackedLayer`, with the exact tokens and the key mean."""
+        """As in :class:`PackedLayer`, with the exact tokens, key mean and scale."""
         options, layer = self.options, self.bound.layer
         exact = min(tokens, options.first) * exact_row_bytes(layer, itemsize)
         if tokens <= options.first:
@@ -534,7 +534,8 @@ class PartlyExactLayer(PackedLayer):
         rest = store_bytes(
             self.bound, tokens - options.first, itemsize, ring_tokens=options.recent, flush_tokens=self._flush
         )
-        return exact + rest + options.key_mean * layer.num_kv_heads * layer.head_size * itemsize
+        vectors = (options.key_mean + options.key_scale) * layer.num_kv_heads
+        return exact + rest + vectors * layer.head_size * itemsize
 
     @property
     def _flush(self) -> int:
