@@ -15,7 +15,7 @@ from .eligibility import Code, Refusal, Request, Requirement, Without, refusals
 from .presets import get_preset
 from .spec import ROTATED_VALUES, Preset, SpecError, checked_int
 
-__all__ = ["OPTIONS", "OPTION_SETS", "CacheOptions", "Option", "parse_cache"]
+__all__ = ["EXACT", "OPTIONS", "OPTION_SETS", "CacheOptions", "Option", "parse_cache"]
 
 _MOST: Final = 1 << 24
 _KEY_MEAN: Final = "key_mean"
@@ -52,6 +52,9 @@ OPTIONS: Final = (
     Option(ROTATED_VALUES[1:], "values are rotated and coded as keys are", Code.ROTATED_VALUES),
 )
 """Every option there is. Who serves one follows from it and from the backends' declarations: nothing else says so."""
+
+EXACT: Final = "exact"
+"""What a layer that is not quantised is called where others have a preset and options."""
 
 OPTION_SETS: Final = (
     "+rotated_values",

@@ -17,9 +17,9 @@ from tests.cases import rel_l2  # noqa: E402
 from turboquant_rocm import SpecError  # noqa: E402
 from turboquant_rocm.evaluation.attention import reading  # noqa: E402
 from turboquant_rocm.evaluation.compare import key_means, key_scales  # noqa: E402
-from turboquant_rocm.evaluation.schemes import preset_scheme  # noqa: E402
+from turboquant_rocm.evaluation.schemes import mixture, preset_scheme  # noqa: E402
 from turboquant_rocm.integrations import transformers as tq  # noqa: E402
-from turboquant_rocm.options import CacheOptions  # noqa: E402
+from turboquant_rocm.options import CacheOptions, parse_cache  # noqa: E402
 
 COUNT = 60
 ALL = CacheOptions(5, 3, True, flush=4)
@@ -111,6 +111,65 @@ def test_decoding_is_the_evaluation_s_pass(model: Any, options: CacheOptions, mo
     plain = preset_scheme(model.config, "3bit_nc", backend="torch_reference")
     with torch.no_grad(), reading(model, plain):
         assert rel_l2(model(input_ids=ids, use_cache=False).logits, want) > 1e-2
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        {0: "3bit_nc+recent=5+first=1+key_mean", 1: "4bit_nc+rotated_values+first=1"},
+        {0: "exact", 1: "3bit_nc+first=1"},
+        {0: "4bit_nc+first=2"},
+    ],
+)
+def test_a_mixture_decodes_as_it_was_evaluated(model: Any, layers: dict[int, str], mode: str):
+    """Each layer with its own preset and options, as ``evaluate --recommend`` measures what it picks."""
+    ids = tokens(1, COUNT)
+    means = key_means(model, tokens(1, 50, 2)[0].tolist())
+    schemes = []
+    for name in sorted({*layers.values()} - {"exact"}):
+        preset, options = parse_cache(name)
+        schemes.append(
+            preset_scheme(
+                model.config, preset, name=name, backend="torch_reference", options=options, key_means=means
+            )
+        )
+    cache = tq.mixed_cache(
+        model.config, layers, "torch_reference", dtype="fp32", checks="full", key_means=means
+    )
+    found = forced(model, ids, cache, (1,) * COUNT)
+    kept = [isinstance(layer, tq.PackedLayer) for layer in cache.layers]
+    assert kept == [layers.get(i, "exact") != "exact" for i in range(2)]
+    assert tq.cache_bytes(cache) == sum(
+        layer.nbytes if packed else layer.keys.nbytes + layer.values.nbytes
+        for layer, packed in zip(cache.layers, kept, strict=True)
+    )
+
+    def read(scheme: Any) -> Any:
+        with torch.no_grad(), reading(model, scheme):
+            return model(input_ids=ids, use_cache=False).logits
+
+    assert close(found, read(mixture("mixed", schemes, layers, model.config)))
+    assert all(not close(found, read(scheme)) for scheme in schemes)
+
+
+def test_wrong_mixtures_are_named(model: Any):
+    def opened(layers: Any, **more: Any) -> Any:
+        return tq.mixed_cache(model.config, layers, "torch_reference", dtype="fp32", **more)
+
+    with pytest.raises(SpecError, match="layers=2"):
+        opened({2: "3bit_nc"})
+    with pytest.raises(SpecError, match="preset='5bit'"):
+        opened({0: "5bit"})
+    for name, value in (("protect", 1), ("skip_layers", (0,)), ("options", CacheOptions(3))):
+        with pytest.raises(SpecError, match=f"{name}=.*layers says what each layer gets"):
+            opened({0: "3bit_nc"}, **{name: value})
+    shared = transformers.Gemma3nTextConfig(
+        num_hidden_layers=4, num_kv_shared_layers=2, head_dim=64, hidden_size=32, intermediate_size=32,
+        num_attention_heads=4, num_key_value_heads=2, layer_types=["full_attention"] * 4, vocab_size=89,
+        vocab_size_per_layer_input=89, activation_sparsity_pattern=[0.0] * 4,
+    )  # fmt: skip
+    with pytest.raises(SpecError, match=r"layers\[1\]='4bit_nc' \(wants exact: skipped on request"):
+        tq.mixed_cache(shared, {0: "4bit_nc", 1: "4bit_nc"}, "torch_reference", dtype="fp32")
 
 
 CHUNKS = (2, 1, 3, 1, 6, 1, 9, 1, 1, 2, 20, 1, 1, 1)

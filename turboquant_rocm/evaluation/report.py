@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from rich.table import Table
 
+from ..options import EXACT  # also the name of the row of the unquantised cache
 from ..presets import load_yaml
 from ..spec import SpecError
 
@@ -34,8 +35,6 @@ __all__ = [
 ]
 
 SCHEMA: Final = 1
-EXACT: Final = "exact"
-"""Name of the row of the unquantised cache."""
 FP8: Final = "fp8"
 """Name of the baseline with keys and values in FP8 E4M3FN, without scales."""
 

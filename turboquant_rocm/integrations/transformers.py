@@ -48,9 +48,9 @@ from ..dispatch import IneligibleError, Policy  # noqa: E402
 from ..eligibility import Code, Request  # noqa: E402
 from ..modelspec import model_from_config  # noqa: E402
 from ..ops import BoundLayer, Checks, PagedCache, bind  # noqa: E402
-from ..options import CacheOptions  # noqa: E402
+from ..options import EXACT, CacheOptions, parse_cache  # noqa: E402
 from ..planning import DEFAULT_BLOCK_SIZE, DEFAULT_PRESET, LayerPlan, Plan, Role, plan, ranges  # noqa: E402
-from ..spec import Dtype, Preset, SpecError, Target  # noqa: E402
+from ..spec import Dtype, Preset, SpecError, Target, checked_int  # noqa: E402
 from ..target import get_target  # noqa: E402
 
 __all__ = [
@@ -62,6 +62,7 @@ __all__ = [
     "TurboQuantCache",
     "UnsupportedError",
     "cache_bytes",
+    "mixed_cache",
     "native_attention",
     "packed_attention",
 ]
@@ -834,6 +835,33 @@ class TurboQuantCache(Cache):
     def nbytes(self) -> int:
         """Bytes that the cache occupies now; see :func:`cache_bytes`."""
         return cache_bytes(self)
+
+
+def mixed_cache(config: Any, layers: Mapping[int, str], backend: str | None = None, **settings: Any) -> Cache:
+    """A cache with a preset and options for each layer, as ``evaluate --recommend`` picks them.
+
+    layers: by index, a preset with its options as in ``3bit_nc+recent=128``, or ``exact``; exact layers, and those that
+    are not there, are transformers' own. backend, settings: of :class:`TurboQuantCache`, the same for all layers, but
+    for ``protect``, ``skip_layers`` and ``options``. SpecError names a layer that cannot be packed.
+    """
+    for name in {"protect", "skip_layers", "options"} & set(settings):
+        raise SpecError(name, settings[name], "none: layers says what each layer gets")
+    mixed = DynamicCache(config=config).layers
+    for layer in layers:
+        checked_int("layers", layer, 0, len(mixed) - 1)
+    for name in sorted({*layers.values()} - {EXACT}):
+        preset, options = parse_cache(name)
+        own = {layer for layer, of in layers.items() if of == name}
+        others = set(range(len(mixed))) - own
+        cache = TurboQuantCache(
+            config, preset, backend, protect=0, skip_layers=others, options=options, **settings
+        )
+        if native := own - set(cache.packed_layers):
+            why = ", ".join(sorted({str(e.reason) for e in cache.plan.layers if e.layer.index in native}))
+            raise SpecError(f"layers[{min(native)}]", name, f"exact: {why}")
+        for layer in own:
+            mixed[layer] = cache.layers[layer]
+    return Cache(layers=mixed)
 
 
 def cache_bytes(cache: Cache) -> int:
