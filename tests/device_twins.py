@@ -97,7 +97,7 @@ def _store_bytes(
 def byte_twins_kernel(
     words_ptr,  # [n] int32
     bytes_ptr,  # [n, PLANES, 8] int8: planes of the centroids of eight codes
-    values_ptr,  # [n, 8, 2] fp16: the codes of the word and of another as numbers
+    values_ptr,  # [n, 2, 8, 2] fp16: the codes of the word and of another as numbers, and so again by bare numbers
     BITS: tl.constexpr,
     PLANES: tl.constexpr,
     TABLE: tl.constexpr,
@@ -119,18 +119,25 @@ def byte_twins_kernel(
             a, b = table_bytes(spread3(word), TABLE[2 * p], TABLE[2 * p + 1], TARGET)
             _store_bytes(bytes_ptr, at, a, b, False)
     low, high = value_words(word, word ^ 0x5A5A5A5A, BITS, TARGET)
-    pairs = value_pairs(low, high, BITS, TARGET)
-    for k in tl.static_range(8):
-        low, high = halves(pairs[k])
-        tl.store(values_ptr + i * 16 + 2 * k, ((low.to(tl.float32) - 1024) / STEPS[k]).to(tl.float16))
-        tl.store(values_ptr + i * 16 + 2 * k + 1, ((high.to(tl.float32) - 1024) / STEPS[k]).to(tl.float16))
+    for bare in tl.static_range(2):
+        pairs = value_pairs(low, high, BITS, bare == 1, TARGET)
+        at = values_ptr + (2 * i + bare) * 16
+        for k in tl.static_range(8):
+            for half in tl.static_range(2):
+                number = halves(pairs[k])[half].to(tl.float32)
+                if bare == 1:
+                    number = number * 16777216
+                else:
+                    number = number - 1024
+                tl.store(at + 2 * k + half, (number / STEPS[k]).to(tl.float16))
 
 
 def run_bytes(bits: int, planes: int, target: str, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(planes [n, planes, 8] int8 of the centroids in every word, codes [n, 8, 2] fp16 of it and of another)."""
+    """(planes [n, planes, 8] int8 of the centroids in every word, codes [n, 2, 8, 2] fp16 of it and of another, found in
+    both ways)."""
     table = byte_table(HEAD_SIZE, bits, planes).words
     found = torch.empty(WORDS, planes, 8, dtype=torch.int8, device=device)
-    values = torch.empty(WORDS, 8, 2, dtype=torch.float16, device=device)
+    values = torch.empty(WORDS, 2, 8, 2, dtype=torch.float16, device=device)
     byte_twins_kernel[(1,)](
         words(device), found, values, bits, planes, table, value_steps(bits), target, WORDS
     )

@@ -18,6 +18,9 @@ Tile of T tokens, all in registers of one warp or wave:
   added to the accumulator at the end. Centred codes matter: matrix units truncate their sums, and an offset as large
   as the 1024 of the conversion trick would turn that into a bias of percents on long contexts. Rows are dims in the
   order in which codes come out, put back by the final store.
+  With BARE_VALUES the operand is the codes' bits, read as denormal fp16 numbers: no multiply-add per pair. What centres
+  them is one more product per tile, of -middle and P, added with the scaling of the accumulator; so what accumulates
+  over a sequence is centred as before. The steps of 2^-24 and of codes inside a word are undone per row at the end.
 
 Two routes for the keys. fp16: codes become the numbers of an fp16 codebook. Bytes (PLANES > 0, where norms need no
 correction): codes become int8 numbers, 7 or 8 bits at a time ("planes", tile.byte_table), the query two int8 numbers,
@@ -455,13 +458,13 @@ def _value_constants(
     like,  # a tile of words
     BITS: tl.constexpr,
     RUNS: tl.constexpr,
-    OFFSET: tl.constexpr,
+    WHICH: tl.constexpr,  # see _pair_bits
 ):
-    """1 / step of every pair (OFFSET = 0) or the number that code ``middle`` becomes, as pairs: constants."""
+    """Constants for every pair of codes."""
     STEPS: tl.constexpr = value_steps(BITS)
     one = ()
     for i in tl.static_range(8):
-        one = one + (tl.full(like.shape, _pair_bits(STEPS[i], BITS, OFFSET), tl.int32),)
+        one = one + (tl.full(like.shape, _pair_bits(STEPS[i], BITS, WHICH), tl.int32),)
     out = (one,)
     if RUNS == 4:
         out = out + (one,)
@@ -469,14 +472,30 @@ def _value_constants(
 
 
 @triton.constexpr_function
-def _pair_bits(step, bits, offset):
-    """Bits of a pair of equal fp16 numbers: 1 / step, or with ``offset`` what the middle code's number becomes."""
+def _pair_bits(step, bits, which):
+    """Bits of a pair of equal fp16 numbers. "slope", "offset": number * slope + offset is code - middle, for the numbers
+    of device.value_pairs; "middle": minus the bare number of the middle code."""
     from struct import pack, unpack
 
-    number = -(1024.0 / step + 2 ** (bits - 1)) if offset else 1.0 / step
+    middle = 2 ** (bits - 1)
+    number = {"slope": 1.0 / step, "offset": -(1024.0 / step + middle), "middle": -middle * step * 2.0**-24}[which]
     half = unpack("<H", pack("<e", number))[0]
     pair = half << 16 | half
     return pair - (1 << 32) if pair >> 31 else pair
+
+
+@triton.jit
+def _value_scale(
+    row,  # of a unit: code * lanes + lane
+    BITS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """What bare numbers of a row have to be multiplied by to be codes, fp32."""
+    STEPS: tl.constexpr = value_steps(BITS)
+    out = tl.full(row.shape, 2.0**24, tl.float32)
+    for i in tl.static_range(8):
+        out = tl.where(row // LANES == i, 2.0**24 / STEPS[i], out)
+    return out
 
 
 @triton.jit
@@ -507,16 +526,19 @@ def _value_operand(
     BLOCK: tl.constexpr,  # which dimension counts blocks of tokens, runs of a block, lanes
     RUN: tl.constexpr,
     LANE: tl.constexpr,
+    BARE: tl.constexpr,
     TARGET: tl.constexpr,
 ):
-    """One unit decoded to the operand [ROWS, T] fp16 of code - middle: row = code * lanes + lane."""
-    pairs = (value_pairs(words[0], words[1], BITS, TARGET),)
+    """One unit decoded to the operand [ROWS, T] fp16 of code - middle, or of bare codes: row = code * lanes + lane."""
+    pairs = (value_pairs(words[0], words[1], BITS, BARE, TARGET),)
     if RUNS == 4:
-        pairs = pairs + (value_pairs(words[2], words[3], BITS, TARGET),)
-    raw = _value_tree(pairs, T, RUNS, ROWS, BLOCK, RUN, LANE)
-    slope = _value_tree(_value_constants(words[0], BITS, RUNS, False), T, RUNS, ROWS, BLOCK, RUN, LANE)
-    away = _value_tree(_value_constants(words[0], BITS, RUNS, True), T, RUNS, ROWS, BLOCK, RUN, LANE)
-    return raw * slope + away
+        pairs = pairs + (value_pairs(words[2], words[3], BITS, BARE, TARGET),)
+    out = _value_tree(pairs, T, RUNS, ROWS, BLOCK, RUN, LANE)
+    if not BARE:
+        slope = _value_tree(_value_constants(words[0], BITS, RUNS, "slope"), T, RUNS, ROWS, BLOCK, RUN, LANE)
+        away = _value_tree(_value_constants(words[0], BITS, RUNS, "offset"), T, RUNS, ROWS, BLOCK, RUN, LANE)
+        out = out * slope + away
+    return out
 
 
 @triton.jit
@@ -814,6 +836,7 @@ def decode_kernel(
     PLANES: tl.constexpr,  # centroids as that many int8 numbers, queries as two; 0: both as fp16
     BYTE_OFFSET: tl.constexpr,  # what the planes of a centroid leave out
     FP8_UNPACK: tl.constexpr,  # this target's conversion instruction, see device.fp8_unpack
+    BARE_VALUES: tl.constexpr,  # value codes as the bits of denormal fp16 numbers, see device.value_pairs
     KWIDTH: tl.constexpr,  # consecutive columns of an operand in a lane
     RUNS: tl.constexpr,  # neighbouring tokens of a value operand in a lane
     LANE_FIRST: tl.constexpr,  # lanes of a row are far apart (AMD), not neighbours (NVIDIA)
@@ -1102,10 +1125,19 @@ def decode_kernel(
         shrink = alpha * _power_of_2(scale_top - new_scale_top)
         scale_top = new_scale_top
 
+        if BARE_VALUES:
+            middles = _value_constants(v_words[0][0], VALUE[0], RUNS, "middle")
+            middles = _value_tree(middles, T, RUNS, ROWS, SLOW, VRUN, VLANE)
+            centre = tl.dot(middles, p16)  # the same for all units
         new_acc = ()
         for u in tl.static_range(VUNITS):
-            values = _value_operand(v_words[u], T, VALUE[0], RUNS, ROWS, SLOW, VRUN, VLANE, TARGET)
-            new_acc = new_acc + (tl.dot(values, p16, acc[u] * shrink[None, :]),)
+            values = _value_operand(
+                v_words[u], T, VALUE[0], RUNS, ROWS, SLOW, VRUN, VLANE, BARE_VALUES, TARGET
+            )
+            kept = acc[u] * shrink[None, :]
+            if BARE_VALUES:
+                kept += centre
+            new_acc = new_acc + (tl.dot(values, p16, kept),)
         acc = new_acc
         if not PREFETCH:
             pages = _page_ids(table_ptr, token + T, last_group, some, BLOCK_SIZE, GROUPS)
@@ -1132,7 +1164,10 @@ def decode_kernel(
 
     r = tl.arange(0, ROWS)
     for u in tl.static_range(VUNITS):
-        result = acc[u] * back[None, :] + shift[None, :]
+        result = acc[u] * back[None, :]
+        if BARE_VALUES:
+            result *= _value_scale(r, VALUE[0], VL)[:, None]
+        result += shift[None, :]
         if DIRECT:
             lane = r % VL
             if VALUE[4] > 0:

@@ -349,6 +349,7 @@ def value_pairs(
     low,  # int32, from value_words
     high,
     BITS: tl.constexpr,
+    BARE: tl.constexpr,
     TARGET: tl.constexpr,
 ):
     """Eight pairs of fp16 numbers 1024 + code * step: ``first`` in the low half, ``second`` in the high one.
@@ -356,33 +357,37 @@ def value_pairs(
     1024 + n is the fp16 number whose bits are 0x6400 | n, so a code needs no shift where it lies inside the ten bits
     of the mantissa; its number is then ``step`` times as large. The steps are those of value_steps. A fused multiply-
     add in the caller undoes both. One instruction per pair, and two for eight pairs.
+
+    BARE: code * step * 2^-24 instead, the denormal numbers whose bits are the codes. They are for matrix units that
+    take denormal numbers as they are.
     """
+    BASE: tl.constexpr = 0 if BARE else 0x64006400
     if BITS == 4:
         low8 = low >> 8
         high8 = high >> 8
         return (
-            _magic(low, 0x000F000F, TARGET),
-            _magic(low, 0x00F000F0, TARGET),
-            _magic(low8, 0x000F000F, TARGET),
-            _magic(low8, 0x00F000F0, TARGET),
-            _magic(high, 0x000F000F, TARGET),
-            _magic(high, 0x00F000F0, TARGET),
-            _magic(high8, 0x000F000F, TARGET),
-            _magic(high8, 0x00F000F0, TARGET),
+            _magic(low, 0x000F000F, BASE, TARGET),
+            _magic(low, 0x00F000F0, BASE, TARGET),
+            _magic(low8, 0x000F000F, BASE, TARGET),
+            _magic(low8, 0x00F000F0, BASE, TARGET),
+            _magic(high, 0x000F000F, BASE, TARGET),
+            _magic(high, 0x00F000F0, BASE, TARGET),
+            _magic(high8, 0x000F000F, BASE, TARGET),
+            _magic(high8, 0x00F000F0, BASE, TARGET),
         )
     else:
         tl.static_assert(BITS == 3)
         low9 = low >> 9
         high10 = high >> 10
         return (
-            _magic(low, 0x00070007, TARGET),
-            _magic(low, 0x00380038, TARGET),
-            _magic(low, 0x01C001C0, TARGET),
-            _magic(low9, 0x00070007, TARGET),
-            _magic(low9, 0x00380038, TARGET),
-            _magic(high, 0x03800380, TARGET),
-            _magic(high10, 0x00070007, TARGET),
-            _magic(high10, 0x00380038, TARGET),
+            _magic(low, 0x00070007, BASE, TARGET),
+            _magic(low, 0x00380038, BASE, TARGET),
+            _magic(low, 0x01C001C0, BASE, TARGET),
+            _magic(low9, 0x00070007, BASE, TARGET),
+            _magic(low9, 0x00380038, BASE, TARGET),
+            _magic(high, 0x03800380, BASE, TARGET),
+            _magic(high10, 0x00070007, BASE, TARGET),
+            _magic(high10, 0x00380038, BASE, TARGET),
         )
 
 
@@ -390,12 +395,15 @@ def value_pairs(
 def _magic(
     word,  # int32
     MASK: tl.constexpr,
+    BASE: tl.constexpr,
     TARGET: tl.constexpr,
 ):
-    """(word & MASK) | 0x64006400. One instruction, which NVIDIA's compiler makes two of if it is not told."""
-    if TARGET == "cuda":
+    """(word & MASK) | BASE. One instruction, which NVIDIA's compiler makes two of if it is not told."""
+    if BASE == 0:
+        out = word & MASK
+    elif TARGET == "cuda":
         mask = tl.full(word.shape, MASK, tl.int32)
-        base = tl.full(word.shape, 0x64006400, tl.int32)
+        base = tl.full(word.shape, BASE, tl.int32)
         out = tl.inline_asm_elementwise(
             "lop3.b32 $0, $1, $2, $3, 0xEA;",
             "=r,r,r,r",
@@ -405,7 +413,7 @@ def _magic(
             pack=1,
         )
     else:
-        out = (word & MASK) | 0x64006400
+        out = (word & MASK) | BASE
     return out
 
 

@@ -51,7 +51,8 @@ def test_value_pairs(bits, device):
     shifts = bits * torch.arange(8)
     for i, word in enumerate((words(device).long(), words(device).long() ^ 0x5A5A5A5A)):
         codes = (word[:, None] >> shifts) & (2**bits - 1)
-        assert torch.equal(values[:, :, i].long(), codes)
+        for bare in range(2):
+            assert torch.equal(values[:, bare, :, i].long(), codes)
 
 
 def test_fp8(device):
