@@ -41,14 +41,15 @@ class Problem:
 
 @cache
 def problem(arch: str, layout: str, preset: str, head_size: int, splits: int = 2, hostile: bool = False,
-            growing: bool = False, lens: tuple[int, ...] = (37, 5, 64), **more: Any) -> Problem:  # fmt: skip
+            growing: bool = False, lens: tuple[int, ...] = (37, 5, 64), cut: bool = False,
+            **more: Any) -> Problem:  # fmt: skip
     """A batch of three sequences; hostile: keys and values of every unpleasant kind (store only); growing: the scale
-    of the values grows from token to token, 64 times in all."""
+    of the values grows from token to token, 64 times in all; cut: into pieces by the lengths."""
     g = torch.Generator().manual_seed(11)
     sinks = torch.randn(8, generator=g) if more.get("sinks") else None
     layer = layer_spec(head_size, 2, 4, "bf16", **more)
     decision = Decision(layer, Target("amd", arch), get_preset(preset), 16, f"triton_{layout}", layout)
-    bound = bind(decision, splits=splits)
+    bound = bind(decision, splits=splits, cut=cut)
     exact = reference(layer, preset, layout, 16, torch.float64)
     plain = reference(layer, preset, layout, 16)
     table, slots, blocks = shuffled_tables(list(lens), 16, g)

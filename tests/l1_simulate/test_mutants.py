@@ -62,6 +62,8 @@ def _s(name: str, module: str, old: str, new: str, **more: Any) -> Source:
 LONG = {"lens": (150, 5, 200), "splits": 1}
 """Several tiles in one split: what rescales the running sums runs more than once."""
 
+CUT = {"lens": (200, 5, 64), "cut": True}
+
 SOURCE = [
     _s("mask off by one", "decode", "& (position < end), 0.0", "& (position <= end), 0.0"),
     _s("accumulator not rescaled", "decode", "acc[u] * shrink[None, :]", "acc[u]", options=LONG),
@@ -94,6 +96,15 @@ SOURCE = [
        "column_scale = 256.0 * scale_log2 + 0.0 * row"),
     _s("splits weighted equally", "reduce", "weight = tl.exp2(lse - largest)", "weight = tl.exp2(lse * 0.0)"),
     _s("not normalised", "reduce", "tl.where(seen, acc / total, 0.0)", "tl.where(seen, acc, 0.0)"),
+    _s("pieces of another head", "reduce", "first_piece.to(tl.int64) * HQ + head", "first_piece.to(tl.int64) * HQ",
+       options=CUT),
+    _s("next head for next piece", "reduce", "step = HQ", "step = 1", options=CUT),
+    _s("piece of another sequence", "decode", "if sequence < 0:",
+       "sequence = tl.maximum(sequence - 1, -1)\n        if sequence < 0:", options=CUT),
+    _s("pieces write over each other", "decode", "tl.program_id(1).to(tl.int64) * HQ + q_head",
+       "sequence.to(tl.int64) * HQ + q_head", options=CUT),
+    _s("lengths of the batch but one", "prepare", "cut_batch(seq_lens_ptr, schedule_ptr, batch, ",
+       "cut_batch(seq_lens_ptr, schedule_ptr, batch - 1, ", options=CUT),
     _s("order of dims", "reduce", "lane = r % VALUE[1]", "lane = (r + 1) % VALUE[1]"),
     _s("query scale doubled", "prepare", "tl.store(scale_ptr + row, up, inside)",
        "tl.store(scale_ptr + row, up * 2.0, inside)"),

@@ -52,6 +52,19 @@ def test_decode_and_reduce(arch: str, layout: str, preset: str, head_size: int) 
 
 
 @pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("layout", "preset", "options"), [
+    ("soa", "turboquant_4bit_nc", {}), ("aos", "turboquant_k8v4", {"window": 40}), ("soa", "turboquant_3bit_nc", {}),
+])  # fmt: skip
+def test_decode_of_a_ragged_batch(arch: str, layout: str, preset: str, options: dict[str, Any]) -> None:
+    """Pieces of equal size by a schedule that prepare writes; the longest sequence has most of them."""
+    fault, log = decode_fault(
+        problem(arch, layout, preset, 64, 2, lens=(200, 5, 64), cut=True, **options), arch
+    )
+    assert not fault
+    assert [x.name for x in log] == ["prepare_kernel", "decode_kernel", "reduce_kernel"]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("head_size", SIZES)
