@@ -19,16 +19,28 @@ MODEL_VARIABLE = "TURBOQUANT_MODEL"
 """Environment variable with the folder of the small model, as turboquant_rocm.evaluation.smollm2 writes it."""
 
 
-MARGIN = {"fp16": 0.1, "bf16": 0.5}
+MARGIN = {"fp32": 0.0, "fp16": 0.1, "bf16": 0.5}
 """Logits that rounding through 30 layers of that dtype may move."""
+SHARE = {"fp16": 0.1, "bf16": 0.5}
+"""Of the logits' change by quantising, what rounding in that dtype may add where both sides read the same bytes."""
+CODE = 2e-3
+"""Relative difference from which a vector is read back from other codes: norms in 16 bits move it by half of that."""
 
 
 class OracleLayer(transformers.cache_utils.DynamicLayer):
-    """Keys and values as the backend of ``bound`` reads them back, in transformers' own tensors."""
+    """Keys and values as the backend of ``bound`` reads them back, in transformers' own tensors.
 
-    def __init__(self, bound: Any) -> None:
+    stored: a packed layer that has stored the same tokens; its bytes are then read, and ``apart`` has how far each
+    vector is from what this layer would have stored. Without: from bytes of its own. In 16 bits that is no reference:
+    a code that rounds the other way changes the next layer's keys, so that after 30 layers another order of the same
+    sums is as far away as the unquantised cache.
+    """
+
+    def __init__(self, bound: Any, stored: tq.PackedLayer | None = None) -> None:
         super().__init__()
         self.bound = bound
+        self.stored = stored
+        self.apart: list[torch.Tensor] = []
         self.window = bound.layer.window
         self.is_sliding = self.window is not None
 
@@ -41,7 +53,19 @@ class OracleLayer(transformers.cache_utils.DynamicLayer):
         table = torch.arange(cache.num_blocks, dtype=torch.int32, device=key.device)[None]
         lengths = torch.tensor([count], dtype=torch.int32, device=key.device)
         read = self.bound.dequantize(cache, table, lengths, dtype=key.dtype)
-        return tuple(x.view(batch, queries, heads, -1).permute(0, 2, 1, 3) for x in read[:2])  # type: ignore[return-value]
+        own = tuple(x.view(batch, queries, heads, -1).permute(0, 2, 1, 3) for x in read[:2])
+        if self.stored is None:
+            return own  # type: ignore[return-value]
+        start = self.get_seq_length()
+        end, other = start + queries, self.stored
+        read = self.bound.dequantize(
+            other.cache, other.table(end), other.lengths(end), starts=other.lengths(start), dtype=key.dtype
+        )
+        theirs = tuple(x.view(batch, queries, heads, -1).permute(0, 2, 1, 3) for x in read[:2])
+        for mine, its in zip(own, theirs, strict=True):
+            norm = its.float().norm(dim=-1)
+            self.apart.append(((mine - its).float().norm(dim=-1) / norm).flatten())
+        return theirs  # type: ignore[return-value]
 
     def update(self, key: Any, value: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         history, queries = self.get_seq_length(), key.shape[2]
@@ -60,9 +84,12 @@ class OracleLayer(transformers.cache_utils.DynamicLayer):
         return self.get_seq_length() - start + query_length, start
 
 
-def oracle(cache: tq.TurboQuantCache) -> Any:
-    """A cache of oracle layers with the bound layers of ``cache``, all of which must be packed."""
-    return transformers.Cache(layers=[OracleLayer(layer.bound) for layer in cache.layers])
+def oracle(cache: tq.TurboQuantCache, stored: tq.TurboQuantCache | None = None) -> Any:
+    """A cache of oracle layers with the bound layers of ``cache``, all packed; over the bytes of ``stored`` if given."""
+    others = [None] * len(cache.layers) if stored is None else stored.layers
+    return transformers.Cache(
+        layers=[OracleLayer(layer.bound, other) for layer, other in zip(cache.layers, others, strict=True)]
+    )
 
 
 def model_folder() -> Path | None:
@@ -161,14 +188,16 @@ def forced(model: Any, ids: torch.Tensor, prompt: int, cache: Any) -> torch.Tens
 
 
 def check_generate(
-    model: Any, mode: str, *, backend: str | None, dtype: str, target: Any, margin: float, new: int = 64
+    model: Any, mode: str, *, backend: str | None, dtype: str, target: Any, new: int = 64
 ) -> None:
     """``new`` greedy tokens of ``generate`` are those that the reference's decode ranks first, one by one.
 
-    backend: of the cache (None: the dispatcher's). margin: logits by which a token may miss being first; for at most 4
-    tokens, where another order of the same sums decides a near tie. 0 where there is none.
+    In fp32 each of them, by a reference that stores and reads for itself. In 16 bits the reference reads what the cache
+    has stored, which must be what it would have stored but for codes on a tie, and up to 4 tokens may miss being first
+    by ``MARGIN``, where another order of the same sums decides a near tie. backend: of the cache (None: the
+    dispatcher's).
     """
-    prompt = 48
+    prompt, margin = 48, MARGIN[dtype]
     text = story(model, prompt)
     options: dict[str, Any] = {"dtype": dtype, "target": target, "protect": 0, "checks": "full"}
     plain = model.config._attn_implementation
@@ -176,25 +205,48 @@ def check_generate(
     assert len(cache.packed_layers) == model.config.num_hidden_layers
     if backend is not None:
         assert {layer.bound.backend for layer in cache.layers} == {backend}
-    settings = transformers.GenerationConfig(max_new_tokens=new, do_sample=False, pad_token_id=0)
+    settings = transformers.GenerationConfig(
+        max_new_tokens=new, do_sample=False, pad_token_id=0, output_logits=True, return_dict_in_generate=True
+    )
     if mode == "direct":
         model.set_attn_implementation(tq.ATTENTION)
     try:
-        ids = model.generate(
+        made = model.generate(
             text, attention_mask=torch.ones_like(text), cache=cache, generation_config=settings
         )
     finally:
         model.set_attn_implementation(plain)
+    ids, found = made.sequences, torch.cat(made.logits).float()
     assert ids.shape == (1, prompt + new)
     assert len(set(ids[0, prompt:].tolist())) > 4  # one token for ever would prove little
-    reference = oracle(tq.TurboQuantCache(model.config, "turboquant_4bit_nc", "torch_reference", **options))
+    layout = cache.layers[0].bound.layout.name
+    reference = oracle(
+        tq.TurboQuantCache(model.config, "turboquant_4bit_nc", "torch_reference", layout=layout, **options),
+        cache if margin else None,
+    )
     logits = forced(model, ids, prompt, reference)
     missed = logits.amax(-1) - logits.gather(1, ids[0, prompt:, None])[:, 0]
+    exact = forced(model, ids, prompt, transformers.DynamicCache(config=model.config))
+    error, effect = (rms(x[1:] - logits[1:]) for x in (found, exact))
+    apart = [torch.cat(layer.apart) for layer in reference.layers if layer.apart]
+    print(
+        f"{cache.layers[0].bound.backend} {mode} {dtype}: logits {error:.4f} from the reference's, quantising moves "
+        f"them by {effect:.4f}; {int((missed > 0).sum())} tokens missed by at most {missed.max():.4f}; vectors apart "
+        f"by {[f'{x.mean():.4f}' for x in (*apart[:1], *apart[-1:])]} in the first and last layer"
+    )
     assert missed.max() <= margin, missed
     assert (missed > 0).sum() <= (4 if margin else 0), missed
     # and the cache is a quantised one: exact keys and values give other logits
-    exact = forced(model, ids, prompt, transformers.DynamicCache(config=model.config))
     assert (exact[1:] - logits[1:]).norm() > 1e-3 * exact[1:].norm()
     assert torch.allclose(
         exact[0], logits[0], rtol=1e-3, atol=max(margin, 1e-3)
     )  # the prompt's attention is exact
+    if margin:
+        assert error < SHARE[dtype] * effect
+        assert (apart[0] > CODE).float().mean() < 0.02, "of the same keys and values only ties may differ"
+        assert max(x.mean() for x in apart) < 0.05, "a half of what quantising changes"
+
+
+def rms(x: torch.Tensor) -> float:
+    """Root of the mean square."""
+    return float(x.square().mean().sqrt())
