@@ -85,7 +85,7 @@ class OracleLayer(transformers.cache_utils.DynamicLayer):
 
 
 def oracle(cache: tq.TurboQuantCache, stored: tq.TurboQuantCache | None = None) -> Any:
-    """A cache of oracle layers with the bound layers of ``cache``, all packed; over the bytes of ``stored`` if given."""
+    """A cache of oracle layers with the bound layers of ``cache``, packed; over the bytes of ``stored`` if given."""
     others = [None] * len(cache.layers) if stored is None else stored.layers
     return transformers.Cache(
         layers=[OracleLayer(layer.bound, other) for layer, other in zip(cache.layers, others, strict=True)]
