@@ -25,6 +25,7 @@ except ImportError:  # a Triton built without that backend
 
 __all__ = [
     "FP8_SCALE",
+    "GUESS_BASE",
     "byte_permute",
     "centroid_pairs3",
     "centroid_pairs4",
@@ -34,6 +35,7 @@ __all__ = [
     "gdc_launch_dependents",
     "gdc_wait",
     "halves",
+    "nearest_code",
     "pair_order",
     "quarters",
     "spread3",
@@ -41,10 +43,15 @@ __all__ = [
     "value_pairs",
     "value_steps",
     "value_words",
+    "whole",
 ]
 
 FP8_SCALE = 256.0
 """What numbers from :func:`fp8_pairs` must be multiplied by."""
+
+GUESS_BASE = 1.5 * 2.0**23
+"""Added to a small number, it rounds that to an integer and has it in the low bits of the sum."""
+_GUESS_BITS = tl.constexpr(0x4B400000)
 
 
 def pair_order(target: str, units: int) -> tuple[int, ...]:
@@ -439,4 +446,103 @@ def halfwords(
         out = byte_permute(first, second, select, TARGET)
     else:
         out = ((first >> (8 * BYTE)) & 0xFFFF) | ((second >> (8 * BYTE)) << 16)
+    return out
+
+
+@triton.jit
+def _entry(
+    index,  # int32; bits above those of SIZE - 1 do not count
+    TABLE: tl.constexpr,
+    START: tl.constexpr,
+    SIZE: tl.constexpr,  # power of two
+):
+    """TABLE[START + index], by selects: a tree of SIZE - 1."""
+    if SIZE == 1:
+        out = tl.zeros_like(index) + TABLE[START]
+    else:
+        HALF: tl.constexpr = SIZE // 2
+        low = _entry(index, TABLE, START, HALF)
+        high = _entry(index, TABLE, START + HALF, HALF)
+        out = tl.where((index & HALF) != 0, high, low)
+    return out
+
+
+@triton.jit
+def nearest_code(
+    y,  # fp32 [., .], of a normal distribution with variance 1
+    GUESS: tl.constexpr,  # steepness, width, GUESS_BASE + (SIZE - 2) / 2, 16 thresholds, 16 squares: store.code_guess
+    SIZE: tl.constexpr,  # codes: 4, 8 or 16
+    TARGET: tl.constexpr,
+):
+    """(number of thresholds <= y, int32; its entry of the squares, fp32). Seven instructions per element on NVIDIA.
+
+    There the lanes of a warp hold both tables, an entry each, and a shuffle is a look-up. A smooth function of y says
+    between which two codes y lies, and one comparison with the threshold between them decides: width * tanh(steepness
+    * y) has to lie within 0.5 of i at the i-th threshold above 0, less what the instruction errs, 2^-11 of it. Its
+    nearest integer comes from an addition, as the low bits of the sum. Elsewhere the portable code runs, with a
+    comparison per threshold: no other target takes this route.
+    """
+    if TARGET == "cuda":
+        lane = tl.inline_asm_elementwise(
+            "mov.u32 $0, %laneid;",
+            "=r,r",
+            [tl.zeros((1, 1), tl.int32)],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+        sum_bits = tl.inline_asm_elementwise(
+            """{
+            .reg .f32 guess, threshold, above;
+            mul.f32 guess, $1, $3;
+            tanh.approx.f32 guess, guess;
+            fma.rn.f32 guess, guess, $4, $5;
+            shfl.sync.idx.b32 threshold, $2, guess, 31, -1;
+            set.ge.f32.f32 above, $1, threshold;
+            add.f32 $0, guess, above;
+            }""",
+            "=r,r,r,r,r,r",
+            [
+                y,
+                tl.broadcast_to(_entry(lane, GUESS, 3, SIZE), y.shape),
+                tl.full(y.shape, GUESS[0], tl.float32),
+                tl.full(y.shape, GUESS[1], tl.float32),
+                tl.full(y.shape, GUESS[2], tl.float32),
+            ],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+        square = tl.inline_asm_elementwise(
+            "shfl.sync.idx.b32 $0, $2, $1, 31, -1;",
+            "=r,r,r",
+            [sum_bits, tl.broadcast_to(_entry(lane, GUESS, 19, SIZE), y.shape)],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+        code = sum_bits - _GUESS_BITS
+    else:
+        code = tl.zeros(y.shape, tl.int32)
+        for i in tl.static_range(SIZE - 1):
+            threshold = tl.full(y.shape, GUESS[3 + i], tl.int32).to(tl.float32, bitcast=True)
+            code += tl.where(y >= threshold, 1, 0)
+        square = _entry(code, GUESS, 19, SIZE).to(tl.float32, bitcast=True)
+    return code, square
+
+
+@triton.jit
+def whole(
+    x,  # fp32, 0 to 2^22
+    TARGET: tl.constexpr,
+):
+    """int32(x), rounded down. NVIDIA's conversion instruction runs at a quarter of the rate of an addition, whose sum
+    with 2^23, rounded towards zero, has the integer in its low bits."""
+    if TARGET == "cuda":
+        bits = tl.inline_asm_elementwise(
+            "add.rz.f32 $0, $1, 0f4B000000;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1
+        )
+        out = bits - 0x4B000000
+    else:
+        out = x.to(tl.int32)
     return out

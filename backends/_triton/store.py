@@ -6,7 +6,11 @@ sizes whose rotation has m > 1: once more, from cache), everything else happens 
 written once, in granules as wide as the layout's alignment allows.
 
 Floor: T * Hk * (D + Dv) * 2 bytes read + T * Hk * slot written; at D = 128 and 4/4 bits 512 + 134 bytes per row.
-Budget of arithmetic per key element: 1 square, 1 division, log2(D) additions, 2^(b-1) - 1 compares, 1 shift.
+Budget of arithmetic per key element on NVIDIA, 24 instructions: 1 conversion, 2 for the norm, 3 for the division,
+log2(D) additions and 2 shuffles of them between lanes, 7 for the code and its centroid's square (device.nearest_code),
+1 addition of the squares, 1 shift into place. Elsewhere 12 more at 4 bits: a binary search over 2^(b-1) - 1 midpoints,
+and selects. Per value element 10: conversion, minimum, maximum, subtraction, 3 for the division, 2 for rounding, shift.
+What only rows with a NaN, an infinity or numbers out of range need is behind a branch on the whole program.
 
 Same bytes everywhere. Order and rounding of every fp32 operation are those of the torch reference: reductions are
 pairwise in a written-out order (``row_sum``), divisions and square roots are correctly rounded (``_divide``,
@@ -33,11 +37,13 @@ import triton.language as tl
 from ...codebook import centroids, midpoints
 from ...layouts import FIELD_NAMES, Layout
 from ...spec import NormMeaning, SpecError
+from .device import GUESS_BASE, nearest_code, whole
 from .rotation import add_run, rotation_table, sylvester
 
 __all__ = [
     "UNROTATED",
     "Store",
+    "code_guess",
     "default_rows",
     "field_constants",
     "fp8_e4m3fn_bytes",
@@ -46,6 +52,7 @@ __all__ = [
     "row_bytes",
     "row_sum",
     "store_constexprs",
+    "store_target",
     "tile_rows",
     "to_cube",
 ]
@@ -56,6 +63,7 @@ _KEY_EPS = tl.constexpr(1e-8)
 _CENTROID_EPS = tl.constexpr(1e-16)
 _MIN_STEP = tl.constexpr(1e-8)
 _BIG_BITS = tl.constexpr(0x5B800000)  # 2^56 as fp32 bits: D * BIG**2 fits fp32
+_BIG_SQUARE = tl.constexpr(2.0**112)  # a row with a larger number has a larger sum of squares, or NaN
 _SHRINK = tl.constexpr(2.0**-80)
 _GROW = tl.constexpr(2.0**80)
 _INF_BITS = tl.constexpr(0x7F800000)
@@ -117,6 +125,71 @@ def _row_min(
 
 
 @triton.jit
+def _min_or_nan(
+    a,  # fp32
+    b,  # fp32
+):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _max_or_nan(
+    a,  # fp32
+    b,  # fp32
+):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _zero_times(
+    a,  # fp32
+    b,  # fp32
+):
+    """b, or NaN if a is not finite."""
+    return tl.fma(a, 0.0, b)
+
+
+@triton.jit
+def _row_range(
+    low,  # [R, 2, ..., 2] fp32: the row, and past its end what is not the smallest
+    high,  # [R, 2, ..., 2] fp32: the row, and past its end what is not the largest
+    x,  # [R, 2, ..., 2] fp32: the row, and past its end what is finite
+    LOG_W: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """(smallest of ``low``, largest of ``high``, are they inside the range of fp16 and is no element NaN?) of each row
+    -> [R, 1, ..., 1] each. On NVIDIA a minimum that keeps NaN costs nothing more; elsewhere a chain of fused products
+    with 0, one per element, is cheaper."""
+    if TARGET == "cuda":
+        for step in tl.static_range(LOG_W):  # lowest bit first: those are in one thread
+            low = tl.reduce(low, LOG_W - step, _min_or_nan, keep_dims=True)
+            high = tl.reduce(high, LOG_W - step, _max_or_nan, keep_dims=True)
+        usual = (low >= -_FP16_MAX) & (high <= _FP16_MAX)
+    else:
+        low, high = _row_min(low, LOG_W), _row_max(high, LOG_W)
+        for step in tl.static_range(LOG_W):
+            x = tl.reduce(x, LOG_W - step, _zero_times, keep_dims=True)
+        usual = (low >= -_FP16_MAX) & (high <= _FP16_MAX) & (x * 0.0 == 0.0)
+    return low, high, usual
+
+
+@triton.jit
+def _clamp(
+    x,  # fp32
+):
+    return tl.minimum(tl.maximum(x, -_FP16_MAX), _FP16_MAX)
+
+
+@triton.jit
+def _any_not(
+    usual,  # [R, 1, ..., 1] bool
+    R: tl.constexpr,
+):
+    """Is any row of the program not as usual? A scalar, for branches around work that few programs need."""
+    return tl.max(tl.where(tl.reshape(usual, (R,)), 0, 1), axis=0) != 0
+
+
+@triton.jit
 def _divide(
     x,  # fp32
     divisor,  # fp32, broadcast to the shape of x
@@ -128,7 +201,7 @@ def _divide(
     """
     reciprocal = tl.div_rn(1.0, divisor)
     quotient = x * reciprocal
-    remainder = tl.fma(-quotient, tl.broadcast_to(divisor, x.shape), x)
+    remainder = tl.fma(quotient, tl.broadcast_to(-divisor, x.shape), x)
     return tl.fma(remainder, tl.broadcast_to(reciprocal, x.shape), quotient)
 
 
@@ -404,23 +477,32 @@ def _store_keys(
     KEY_NORM: tl.constexpr,
     COUNT: tl.constexpr,
     R: tl.constexpr,
+    GUESS: tl.constexpr,
+    TARGET: tl.constexpr,
 ):
     x = to_cube(_load_run(key_ptr, offset, inside, 0, D2, D), R, LOG_D2)
-    largest = _largest_bits(x, LOG_D2)
-    bad = largest >= _INF_BITS  # [R, 1, ..., 1]
-    if COUNT:
-        _count(nonfinite_ptr, tl.reshape(bad, (R,)) & kept)
-    x = tl.where(bad, 0.0, x)
     data_at = row_bytes(
         cache_ptr, slot, head, BLOCK_SIZE, BLOCK_STRIDE, KEY_DATA[0], KEY_DATA[1], KEY_DATA[2]
     )
     if KEY_BITS == 8:
-        data = fp8_e4m3fn_bytes(tl.reshape(x, (R, D2)))
+        bad = _largest_bits(x, LOG_D2) >= _INF_BITS  # [R, 1, ..., 1]
+        if COUNT:
+            _count(nonfinite_ptr, tl.reshape(bad, (R,)) & kept)
+        data = fp8_e4m3fn_bytes(tl.reshape(tl.where(bad, 0.0, x), (R, D2)))
         _store_bytes(data_at, data, kept, KEY_DATA[3], KEY_DATA[4], R, D2)
     else:
-        shrink = tl.where(largest > _BIG_BITS, _SHRINK, 1.0)  # an exact power of two
-        x = x * shrink
-        norm = tl.sqrt_rn(row_sum(x * x, LOG_D2))  # [R, 1, ..., 1]
+        square = row_sum(x * x, LOG_D2)  # [R, 1, ..., 1]; NaN or infinite if an element is
+        shrink = tl.full(square.shape, 1.0, tl.float32)
+        bad = tl.full(square.shape, 0, tl.int1)
+        if _any_not(square <= _BIG_SQUARE, R):
+            largest = _largest_bits(x, LOG_D2)
+            bad = largest >= _INF_BITS
+            if COUNT:
+                _count(nonfinite_ptr, tl.reshape(bad, (R,)) & kept)
+            shrink = tl.where(largest > _BIG_BITS, _SHRINK, 1.0)  # an exact power of two
+            x = tl.where(bad, 0.0, x) * shrink
+            square = row_sum(x * x, LOG_D2)
+        norm = tl.sqrt_rn(square)
         divisor = norm + shrink * _KEY_EPS
         if M == 1:
             y = sylvester(tl.reshape(_divide(x, divisor), (R, D2)), R, P, LOG_P)
@@ -435,13 +517,16 @@ def _store_keys(
                 run = sylvester(_divide(run, divisor), R, P, LOG_P)
                 mixed = add_run(mixed, run, j, M2, SIGNS)
             y = tl.reshape(mixed, (R, D2))
-        codes, square = _bucketize(y * ROT_SCALE, MIDS, SQUARES, KEY_BITS)
+        if TARGET == "cuda":
+            codes, square = nearest_code(y, GUESS, 1 << KEY_BITS, TARGET)
+        else:
+            codes, square = _bucketize(y * ROT_SCALE, MIDS, SQUARES, KEY_BITS)
         if D2 != D:
             column = tl.arange(0, D2)
             codes = tl.where((column < D)[None, :], codes, 0)
             square = tl.where((column < D)[None, :], square, 0.0)
         _store_codes(data_at, codes, kept, KEY_BITS, KEY_DATA[3], KEY_DATA[4], R, D2)
-        norm = tl.reshape(norm * tl.where(largest > _BIG_BITS, _GROW, 1.0), (R,))
+        norm = tl.reshape(norm * tl.where(shrink < 1.0, _GROW, 1.0), (R,))
         if FOLD:
             square = tl.reshape(row_sum(to_cube(square, R, LOG_D2), LOG_D2), (R,))
             norm = tl.div_rn(norm, tl.sqrt_rn(square + _CENTROID_EPS))
@@ -472,23 +557,25 @@ def _store_values(
     VALUE_ZERO: tl.constexpr,
     COUNT: tl.constexpr,
     R: tl.constexpr,
+    TARGET: tl.constexpr,
 ):
     LEVELS: tl.constexpr = (1 << VALUE_BITS) - 1
     x = to_cube(_load_run(value_ptr, offset, inside, 0, DV2, DV), R, LOG_DV2)
-    bad = _largest_bits(x, LOG_DV2) >= _INF_BITS  # [R, 1, ..., 1]
-    if COUNT:
-        _count(nonfinite_ptr + 1, tl.reshape(bad, (R,)) & kept)
-    x = tl.where(bad, 0.0, x)
-    x = tl.minimum(tl.maximum(x, -_FP16_MAX), _FP16_MAX)
-    if DV2 == DV:
-        low, high = _row_min(x, LOG_DV2), _row_max(x, LOG_DV2)
-    else:
+    low, high = x, x
+    if DV2 != DV:
         there = to_cube(tl.broadcast_to((tl.arange(0, DV2) < DV)[None, :], (R, DV2)), R, LOG_DV2)
-        low = _row_min(tl.where(there, x, _FP16_MAX), LOG_DV2)
-        high = _row_max(tl.where(there, x, -_FP16_MAX), LOG_DV2)
+        low, high = tl.where(there, x, _FP16_MAX), tl.where(there, x, -_FP16_MAX)
+    low, high, usual = _row_range(low, high, x, LOG_DV2, TARGET)  # [R, 1, ..., 1]
+    if _any_not(usual, R):
+        bad = _largest_bits(x, LOG_DV2) >= _INF_BITS  # [R, 1, ..., 1]
+        if COUNT:
+            _count(nonfinite_ptr + 1, tl.reshape(bad, (R,)) & kept)
+        x = _clamp(tl.where(bad, 0.0, x))
+        low = _clamp(tl.where(bad, 0.0, low))
+        high = _clamp(tl.where(bad, 0.0, high))
     scale = tl.div_rn(tl.maximum(high - low, _MIN_STEP * LEVELS), LEVELS + 0.0)  # [R, 1, ..., 1]
-    index = _divide(x - low, scale) + 0.5  # never below 0, since x >= low: then truncation is floor
-    codes = tl.reshape(tl.minimum(index, LEVELS + 0.0).to(tl.int32), (R, DV2))
+    index = _divide(x - low, scale) + 0.5  # 0.5 to LEVELS + 0.5 and 2^-20 of it, since low <= x <= high
+    codes = tl.reshape(whole(index, TARGET), (R, DV2))
     low, scale = tl.reshape(low, (R,)), tl.reshape(scale, (R,))
     if DV2 != DV:
         codes = tl.where((tl.arange(0, DV2) < DV)[None, :], codes, 0)
@@ -513,7 +600,7 @@ def _store_values(
     _store_half(zero_at, low + 0.0, kept, VALUE_ZERO[4])  # one zero: -0 and 0 have no order
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rows",))
 def _store_kernel(
     key_ptr,  # [T, Hk, D] fp16/bf16/fp32
     value_ptr,  # [T, Hk, Dv] same dtype
@@ -560,8 +647,11 @@ def _store_kernel(
     V_ROT_SCALE: tl.constexpr,
     V_MIDS: tl.constexpr,
     V_SQUARES: tl.constexpr,
+    GUESS: tl.constexpr,  # for "cuda"
+    V_GUESS: tl.constexpr,
     COUNT: tl.constexpr,
     R: tl.constexpr,
+    TARGET: tl.constexpr,  # "cuda" or "portable"
 ):
     token, head, inside, slot = given_slots(slot_ptr, slot_stride, rows, HK, R)
     kept = slot >= 0
@@ -595,6 +685,8 @@ def _store_kernel(
             KEY_NORM,
             COUNT,
             R,
+            GUESS,
+            TARGET,
         )
     else:
         offset = token * value_token_stride + head * value_head_stride
@@ -602,7 +694,7 @@ def _store_kernel(
             _store_keys(
                 value_ptr, cache_ptr, nonfinite_ptr + 1, offset, inside, slot, kept, head, DV, DV2, LOG_DV2,
                 VALUE_BITS, True, V_M, V_M2, V_P, V_LOG_P, V_SIGNS, V_ROT_SCALE, V_MIDS, V_SQUARES, BLOCK_SIZE,
-                BLOCK_STRIDE, VALUE_DATA, VALUE_SCALE, COUNT, R,
+                BLOCK_STRIDE, VALUE_DATA, VALUE_SCALE, COUNT, R, V_GUESS, TARGET,
             )  # fmt: skip
         else:
             _store_values(
@@ -625,6 +717,7 @@ def _store_kernel(
                 VALUE_ZERO,
                 COUNT,
                 R,
+                TARGET,
             )
 
 
@@ -657,7 +750,7 @@ def field_constants(layout: Layout) -> dict[str, tuple[int, int, int, int, int]]
 
 @cache
 def store_constexprs(layout: Layout) -> dict[str, Any]:
-    """Every constexpr of the store kernel but HK's tile R and COUNT, from the layout alone."""
+    """Every constexpr of the store kernel but its tile R, COUNT and TARGET, from the layout alone."""
     preset, d, dv = layout.preset, layout.head_size, layout.value_head_size
     d2, dv2 = max(8, triton.next_power_of_2(d)), max(8, triton.next_power_of_2(dv))
     constants: dict[str, Any] = {
@@ -685,7 +778,7 @@ def store_constexprs(layout: Layout) -> dict[str, Any]:
 def _codebook(head_size: int | None, bits: int) -> dict[str, Any]:
     """Rotation and codebook of rotated vectors of ``head_size``; None: of vectors that are not rotated."""
     if head_size is None:
-        return {**UNROTATED, "MIDS": (0,), "SQUARES": (0.0,)}
+        return {**UNROTATED, "MIDS": (0,), "SQUARES": (0.0,), "GUESS": (0,)}
     half = 1 << (bits - 1)
     c = centroids(head_size, bits)[half:]
     mids = np.ascontiguousarray(midpoints(head_size, bits)[half:]).view(np.int32)
@@ -693,38 +786,78 @@ def _codebook(head_size: int | None, bits: int) -> dict[str, Any]:
         **rotation_table(head_size).constexprs(),
         "MIDS": tuple(int(b) for b in mids),
         "SQUARES": tuple(float(s) for s in c * c),
+        "GUESS": code_guess(head_size, bits),
     }
 
 
-def tile_rows(layout: Layout, vendor: str) -> int:
+_GUESSES: Mapping[int, tuple[float, float]] = {2: (1.2, 1.25), 3: (0.79, 3.18), 4: (0.62, 7.35)}
+"""(steepness, width) for each number of bits: width * tanh(steepness * y) is near i at the i-th threshold above 0."""
+
+
+@cache
+def code_guess(head_size: int, bits: int) -> tuple[float | int, ...]:
+    """What :func:`.device.nearest_code` takes: (steepness, width, middle), then thresholds and squares.
+
+    thresholds, 16 fp32 as bits: the smallest y, before it is scaled by 1 / sqrt(head_size), whose scaled and rounded
+    product reaches a midpoint. Multiplication is monotone, so comparing with them gives the same codes. squares, 16
+    fp32 as bits: of the centroids. Both end in zeros where there are fewer than 16.
+    """
+    scale = np.float32(rotation_table(head_size).scale)
+    thresholds = []
+    for midpoint in midpoints(head_size, bits):
+        y = np.float32(midpoint / scale)
+        while y * scale >= midpoint:
+            y = np.nextafter(y, np.float32(-np.inf))
+        while y * scale < midpoint:
+            y = np.nextafter(y, np.float32(np.inf))
+        thresholds.append(y)
+    c = centroids(head_size, bits)
+    words = np.zeros((2, 16), np.float32)
+    words[0, : len(thresholds)] = thresholds
+    words[1, : len(c)] = c * c
+    steepness, width = _GUESSES[bits]
+    return (steepness, width, GUESS_BASE + len(thresholds) // 2, *(int(w) for w in words.view(np.int32).flat))
+
+
+_FEW_ROWS = 2048
+"""Calls with as many rows or fewer take as long as one program: all of their small programs run at once."""
+
+
+def tile_rows(layout: Layout, vendor: str, few: bool = False) -> int:
     """Rows of the widest tile that keeps its data in registers: 32 elements a lane on NVIDIA, 8 on AMD.
 
     More on AMD spills scalar registers, which hold a mask for every comparison in flight. Rotations with m > 1 have
-    their mixed runs in registers too: half of that on NVIDIA.
+    their mixed runs in registers too: half of that on NVIDIA. few: for calls with few rows, where a program's time is
+    the kernel's: 8 elements a lane, one wide load.
     """
-    sizes = {"nvidia": 32 * 32, "amd": 64 * 8}
+    sizes = {"nvidia": 32 * (8 if few else 32), "amd": 64 * 8}
     if vendor not in sizes:
         raise SpecError("target vendor", vendor, " or ".join(sizes))
     elements = sizes[vendor]
     preset = layout.preset
     rotated = [] if preset.fp8_keys else [layout.head_size]
     rotated += [layout.value_head_size] if preset.rotated_values else []
-    if vendor == "nvidia" and any(rotation_table(size).m > 1 for size in rotated):
+    if vendor == "nvidia" and not few and any(rotation_table(size).m > 1 for size in rotated):
         elements //= 2
     width = max(triton.next_power_of_2(layout.head_size), triton.next_power_of_2(layout.value_head_size))
     return max(1, min(16, elements // width))
 
 
-def default_rows(layout: Layout, vendor: str) -> int:
+def default_rows(layout: Layout, vendor: str, few: bool = False) -> int:
     """:func:`tile_rows`; many rows in the interpreter, where programs are slow."""
-    return 128 if triton.knobs.runtime.interpret else tile_rows(layout, vendor)
+    return 128 if triton.knobs.runtime.interpret else tile_rows(layout, vendor, few)
+
+
+def store_target(vendor: str) -> str:
+    """The kernel's TARGET: "cuda" for compiled NVIDIA kernels, or "portable"."""
+    return "cuda" if vendor == "nvidia" and not triton.knobs.runtime.interpret else "portable"
 
 
 class Store:
     """The store of one layer: everything that depends on the layout alone is fixed when it is made.
 
     vendor: of the target that the layer was decided for, "amd" or "nvidia". rows_per_program: tile, default by the
-    vendor. The bytes do not depend on it.
+    vendor and the number of rows of a call. The bytes do not depend on it.
     """
 
     def __init__(
@@ -732,8 +865,9 @@ class Store:
     ) -> None:
         self.layout = layout
         self.rows = rows_per_program or default_rows(layout, vendor)
+        self.few_rows = rows_per_program or default_rows(layout, vendor, few=True)
         self.num_warps = num_warps
-        self.constants = store_constexprs(layout)
+        self.constants = {**store_constexprs(layout), "TARGET": store_target(vendor)}
 
     def __call__(
         self,
@@ -747,7 +881,8 @@ class Store:
         rows = key.shape[0] * self.layout.num_kv_heads
         if not rows:
             return
-        _store_kernel[(triton.cdiv(rows, self.rows), 2)](
+        tile = self.few_rows if rows <= _FEW_ROWS else self.rows
+        _store_kernel[(triton.cdiv(rows, tile), 2)](
             key,
             value,
             cache,
@@ -761,7 +896,7 @@ class Store:
             slot_mapping.stride(0),
             **self.constants,
             COUNT=nonfinite is not None,
-            R=self.rows,
+            R=tile,
             num_warps=self.num_warps,
             enable_fp_fusion=False,
         )

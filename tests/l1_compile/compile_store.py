@@ -58,11 +58,19 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], pointers: dict[str, s
 
 
 def jobs(layout: Layout, arch: str) -> Iterator[tuple[str, Any]]:
-    rows = store.tile_rows(layout, "amd" if arch.startswith("gfx") else "nvidia")
+    vendor = "amd" if arch.startswith("gfx") else "nvidia"
+    rows = store.tile_rows(layout, vendor)
     raw = {"key_ptr": "*bf16", "value_ptr": "*bf16", "cache_ptr": "*u8"}
-    constants = {**store.store_constexprs(layout), "COUNT": True, "R": rows, "slot_stride": 1}
+    constants = {
+        **store.store_constexprs(layout),
+        "TARGET": store.store_target(vendor),
+        "COUNT": True,
+        "slot_stride": 1,
+    }
     pointers = {**raw, "slot_ptr": "*i64", "nonfinite_ptr": "*i32"}
-    yield "store", compile_kernel(store._store_kernel, constants, pointers, arch)
+    for tile in sorted({rows, store.tile_rows(layout, vendor, few=True)}, reverse=True):
+        name = "store" if tile == rows else "store-few"
+        yield name, compile_kernel(store._store_kernel, {**constants, "R": tile}, pointers, arch)
     constants = {**dequantize.dequantize_constexprs(layout), "R": rows}
     pointers = {**raw, "table_ptr": "*i32", "start_ptr": "*i32", "cu_ptr": "*i32"}
     yield "dequantise", compile_kernel(dequantize._dequantize_kernel, constants, pointers, arch)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from tests import store_checks as checks
+from tests import store_twins as twins
 from tests.golden_data import FILL, cases
-from turboquant_rocm.backends._triton.store import granule
+from turboquant_rocm.backends._triton.device import GUESS_BASE
+from turboquant_rocm.backends._triton.store import code_guess, granule
+from turboquant_rocm.codebook import centroids, midpoints
 
 
 @pytest.mark.parametrize("case", list(cases()), ids=str)
@@ -119,3 +123,33 @@ def test_granules_are_words_where_the_layout_allows():
         layout = checks.bound_for(preset, "soa", 128).layout
         assert granule(layout, "key_data") == granule(layout, "value_data") == 4
     assert granule(checks.bound_for("4bit_nc", "aos", 128).layout, "key_data") == 2
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("head_size", [64, 96, 128, 192])
+def test_nearest_code(head_size, bits, device):
+    """Thresholds for numbers that are not scaled yet give the codes of the scaled and rounded ones."""
+    y = twins.numbers(head_size, bits).numpy()
+    code, square, rounded = (x.numpy() for x in twins.run(head_size, bits, "portable", device))
+    expected = (y[:, None] * np.float32(head_size**-0.5) >= midpoints(head_size, bits)).sum(1)
+    assert np.array_equal(code, expected)
+    assert {*expected} == {*range(2**bits)}
+    c = centroids(head_size, bits)
+    assert np.array_equal(square, (c * c)[expected])
+    assert np.array_equal(rounded, np.minimum(np.abs(y), 16).astype(np.int32))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("head_size", [64, 80, 96, 112, 128, 192, 256])
+def test_guess_of_the_code(head_size, bits):
+    """NVIDIA's route: the guess k and one comparison with threshold k find the code, for any error of the tanh
+    instruction (its manual says 2^-11 at most, relative; twice that is tried)."""
+    steepness, width, middle, *words = code_guess(head_size, bits)
+    thresholds, _ = np.array(words, np.int32).view(np.float32).reshape(2, 16)
+    y = np.concatenate([twins.numbers(head_size, bits).numpy(), np.linspace(-9, 9, 40001, dtype=np.float32)])
+    expected = (y[:, None] * np.float32(head_size**-0.5) >= midpoints(head_size, bits)).sum(1)
+    for error in (-(2.0**-10), 0.0, 2.0**-10):
+        smooth = np.clip(np.tanh(steepness * y.astype(np.float64)) * (1 + error), -1, 1)
+        guess = np.rint(width * smooth + (middle - GUESS_BASE)).astype(int)
+        assert guess.min() == 0 and guess.max() == 2**bits - 2
+        assert np.array_equal(guess + (y >= thresholds[guess]), expected)

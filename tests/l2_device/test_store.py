@@ -138,3 +138,17 @@ def test_the_reference_stores_the_same_bytes_on_a_device(preset, layout, device)
     bound.store(key, value, here, slots)
     bound.store(key.to(device), value.to(device), there, slots.to(device))
     assert checks.differences(there, here, bound.layout) == {}
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("head_size", [64, 96, 128])
+def test_device_functions(head_size, bits, target):
+    """Vendor instructions against their portable twins, around every threshold and for random numbers."""
+    from tests.store_twins import run
+
+    if target.vendor != "nvidia":
+        pytest.skip(f"{target.arch} runs the portable code")
+    for got, want in zip(
+        run(head_size, bits, "cuda", "cuda"), run(head_size, bits, "portable", "cuda"), strict=True
+    ):
+        assert torch.equal(got, want)
