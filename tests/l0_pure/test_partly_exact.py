@@ -5,6 +5,7 @@ The evaluation computes the same attention over whole tensors with masks, so it 
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from tests.cases import rel_l2  # noqa: E402
+from tests.option_checks import OPTIONS as CHECKED  # noqa: E402
+from tests.option_checks import check_options  # noqa: E402
 from turboquant_rocm import SpecError  # noqa: E402
 from turboquant_rocm.evaluation.attention import reading  # noqa: E402
 from turboquant_rocm.evaluation.compare import key_means, key_scales  # noqa: E402
@@ -150,6 +153,15 @@ def test_a_mixture_decodes_as_it_was_evaluated(model: Any, layers: dict[int, str
 
     assert close(found, read(mixture("mixed", schemes, layers, model.config)))
     assert all(not close(found, read(scheme)) for scheme in schemes)
+
+
+@pytest.mark.parametrize("preset", ["3bit_nc", "4bit_nc+rotated_values"])
+@pytest.mark.parametrize("options", CHECKED, ids=str)
+def test_what_a_gpu_is_asked(model: Any, options: CacheOptions, preset: str, monkeypatch: pytest.MonkeyPatch):
+    """The checks of tests/l2_device, over the reference."""
+    monkeypatch.setattr(tq, "MAX_DECODE_ROWS", 128)
+    half = copy.deepcopy(model).half()
+    check_options(half, options, preset, backend="torch_reference", dtype="fp16", target="cpu")
 
 
 def test_wrong_mixtures_are_named(model: Any):

@@ -1,0 +1,33 @@
+"""Options of a cache on a GPU: exact tokens and keys less their mean around the kernels, rotated values in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("turboquant_rocm.integrations.transformers", exc_type=ImportError)
+
+from tests.l0_pure.test_transformers_cache import build
+from tests.option_checks import OPTIONS, check_options
+from turboquant_rocm.options import CacheOptions
+
+
+@pytest.mark.backend("triton_soa")
+@pytest.mark.parametrize("preset", ["3bit_nc", "4bit_nc"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_options(options: CacheOptions, preset: str, device: str, target: Any):
+    check_options(
+        build("llama", 64, "fp16").to(device), options, preset, backend="triton_soa", dtype="fp16",
+        target=target,
+    )  # fmt: skip
+
+
+@pytest.mark.backend("triton_rotated")
+@pytest.mark.parametrize("preset", ["3bit_nc+rotated_values", "4bit_nc+rotated_values"])
+@pytest.mark.parametrize("options", [CacheOptions(), OPTIONS[3]], ids=str)
+def test_options_with_rotated_values(options: CacheOptions, preset: str, device: str, target: Any):
+    check_options(
+        build("llama", 64, "fp16").to(device), options, preset, backend="triton_rotated", dtype="fp16",
+        target=target,
+    )  # fmt: skip
