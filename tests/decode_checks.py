@@ -60,12 +60,14 @@ class Config:
 
 @dataclass(frozen=True)
 class Case:
-    """One call. queries: query tokens of each sequence, None: one each without query_start_loc."""
+    """One call. queries: query tokens of each sequence, None: one each without query_start_loc. cut: the batch is cut by
+    its lengths, where there are several splits."""
 
     lens: tuple[int, ...]
     queries: tuple[int, ...] | None = None
     window: int | None = None
     splits: int | None = None
+    cut: bool = False
     seed: int = 0
     scale: float | None = None
     key_scale: float = 1.0
@@ -89,6 +91,8 @@ def bound_layers(
     stride = None
     if config.padding:
         stride = bind(decision, checks="off").layout.slot_bytes + config.padding
+    if case.cut and (case.splits or 1) > 1:
+        options["cut"] = True
     bound = bind(decision, slot_stride=stride, splits=case.splits, **options)
     assert bound.backend == backend
     return bound, ReferenceOps(decision, bound.layout, math_dtype=torch.float64)

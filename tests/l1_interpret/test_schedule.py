@@ -47,10 +47,10 @@ def test_random_lengths(device):
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("arch", ["sm_90", "gfx950"])
 def test_decode(arch, preset, layout, device):
-    check(Config(preset, layout, arch=arch), Case((0, 137, 1, 50), splits=2), device, cut=True)
+    check(Config(preset, layout, arch=arch), Case((0, 137, 1, 50), splits=2, cut=True), device)
 
 
 def test_decode_with_everything(device):
     config = Config(window=True, sinks=True, soft_cap=30.0, group=5, heads=3, block_size=48)
-    check(config, Case((5, 200, 0, 33), window=40, splits=3), device, cut=True)
-    check(Config(group=1, sinks=True), Case((400, 3, 3), splits=4), device, cut=True)
+    check(config, Case((5, 200, 0, 33), window=40, splits=3, cut=True), device)
+    check(Config(group=1, sinks=True), Case((400, 3, 3), splits=4, cut=True), device)

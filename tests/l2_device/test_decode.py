@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from tests.decode_checks import LAYOUTS, PRESETS, Case, Config, check, compare, decode, set_up  # noqa: E402
+from tests.schedule_checks import check_schedule  # noqa: E402
 
 EXAMPLES = 66
 
@@ -58,12 +59,28 @@ def cases(draw: st.DrawFn, config: Config) -> Case:
     return Case(
         tuple(lens), queries, window,
         splits=draw(st.sampled_from((None, 1, 2, 7))),
+        cut=draw(st.booleans()),
         seed=draw(st.integers(0, 2**20)),
         scale=draw(st.sampled_from((None, None, 0.02, 0.3))),
         key_scale=draw(st.sampled_from((1.0, 1.0, 0.05, 3.0))),
         value_scale=draw(st.sampled_from((1.0, 1.0, 1e-4, 100.0))),
         spare_rows=draw(st.integers(0, 2)) if queries else 0,
     )  # fmt: skip
+
+
+def test_schedules():
+    """Any batch is cut as a schedule says it is."""
+    rng = random.Random(1)
+    for _ in range(60):
+        batch = rng.randint(2, 400)
+        lens = [int(2 ** rng.uniform(0, 15)) for _ in range(batch)]
+        check_schedule(
+            lens,
+            batch * rng.randint(2, 6),
+            "cuda",
+            window=rng.choice((0, 0, 100)),
+            min_tiles=rng.choice((1, 5)),
+        )
 
 
 @pytest.mark.parametrize("config", configs(), ids=str)
@@ -97,14 +114,14 @@ def test_up_to_128_queries(queries, target):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("most_queries", [1, 5])
-def test_graph(layout, most_queries, target):
+@pytest.mark.parametrize(("most_queries", "cut"), [(1, False), (5, False), (1, True)])
+def test_graph(layout, most_queries, cut, target):
     """Pitfalls 20, 21, 28: captured once, replayed with other lengths and padded rows, bitwise equal to eager; after
     warm-up nothing is compiled or allocated and nothing synchronises."""
     config = Config("4bit_nc", layout, 128, 2, 8, most_queries=most_queries, sinks=True)
     batch, context = 6, 1024
     queries = None if most_queries == 1 else (most_queries,) * batch
-    case = Case((context - 16,) * batch, queries)
+    case = Case((context - 16,) * batch, queries, splits=4 if cut else None, cut=cut)
     setup = set_up(config, case, "cuda", target)
     setup.bound.checks = "off"
     setup.bound.warmup(batch, setup.table.shape[1] * 16, most_queries)
