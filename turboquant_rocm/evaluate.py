@@ -41,6 +41,7 @@ from .evaluation.report import (
     Row,
     broken_limits,
     check_plot,
+    choice_table,
     layer_table,
     needle_table,
     read_limits,
@@ -61,6 +62,8 @@ __all__ = ["Evaluation", "load_model", "load_tokenizer", "main", "read_text"]
 
 TESTS: Final = ("text", "copying", "needle", "layers")
 _MEAN_SKIP: Final = 4  # first tokens have keys unlike all others, and are left out of means
+MOST_COLUMNS: Final = 8
+"""Caches whose costs by layer are printed side by side; those of more are in the JSON only."""
 LAYER_TOKENS: Final = 512
 """Tokens of the text on which layers are quantised one by one."""
 
@@ -454,8 +457,10 @@ def _print(report: Report) -> None:
     found: list[Table] = [table(report)]
     if any(r.needles for r in report.rows):
         found.append(needle_table(report))
-    if any(r.layers for r in report.rows):
+    if 0 < sum(bool(r.layers) for r in report.rows) <= MOST_COLUMNS:
         found.append(layer_table(report))
+    if report.recommendation is not None:
+        found.append(choice_table(report))
     console = fitting_console(*found)
     for each in found:
         console.print(each)

@@ -629,6 +629,7 @@ def test_everything_at_once(arguments: list[str], tmp_path: Path, capsys: pytest
     for name in rows:
         assert name in printed
     assert f"{rows['3bit_nc']['text']['ppl']:.3f}" in printed
+    assert "KL with one layer quantised" in printed
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
@@ -687,6 +688,11 @@ def test_a_recommendation_with_options(
         assert (kernels == ["triton_rotated"]) == ("rotated" in name) or name == "exact"
         assert f"{name}: layers {', '.join(map(str, layers))}" in printed
     assert "left out prod_k3v4+rotated_values: value_group=32" in printed
+    assert "KL with one layer quantised" not in printed  # ten columns
+    for layer, name in chosen.items():
+        alone = "" if name == "exact" else f"{of[name][layer]['kl']:.5f}"
+        whole = 512.0 if name == "exact" else sizes[name, layer]
+        assert re.search(rf"{layer} │ {re.escape(name)} +│ +{alone}.* {whole:.1f} │", printed), printed
 
 
 def test_a_combination_that_no_kernel_has_is_left_out(

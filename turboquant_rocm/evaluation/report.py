@@ -27,6 +27,7 @@ __all__ = [
     "Summary",
     "broken_limits",
     "check_plot",
+    "choice_table",
     "layer_table",
     "needle_table",
     "read_limits",
@@ -210,6 +211,28 @@ def layer_table(report: Report) -> Table:
             for c in costs
         ]
         found.add_row(str(layer), *cells)
+    return found
+
+
+def choice_table(report: Report) -> Table:
+    """What was recommended for each layer, and what it costs alone, a line per layer."""
+    assert report.recommendation is not None
+    context = report.recommendation["context"]
+    costs = {(r.name, c.layer): c for r in report.rows for c in r.layers}
+    exact = {c.layer: c.exact_bytes for c in costs.values()}
+    found = Table(title=f"recommended, with bytes per token of a sequence of {context} tokens")
+    found.add_column("layer", justify="right")
+    found.add_column("cache", no_wrap=True)
+    found.add_column("KL alone", justify="right", no_wrap=True)
+    found.add_column("bytes", justify="right")
+    for layer, name in report.recommendation["layers"].items():
+        cost = costs.get((name, layer))
+        if cost is None:
+            found.add_row(str(layer), name, "", f"{exact[layer]:.1f}")
+            continue
+        error = "" if cost.kl_se is None else f" ±{cost.kl_se:.5f}"
+        whole = cost.bytes_per_token + cost.bytes_per_sequence / context
+        found.add_row(str(layer), name.replace("[", "\\["), f"{cost.kl:.5f}{error}", f"{whole:.1f}")
     return found
 
 
