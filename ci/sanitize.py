@@ -4,7 +4,8 @@
     python -m ci.sanitize --tool memcheck
 
 The cases have every layout and preset, head sizes that are no powers of two, padded slots, several query tokens,
-empty sequences, one split and several, batches cut by their lengths. Allocations are not cached, so that a read past the end of a cache is seen.
+empty sequences, one split and several, batches cut by their lengths. Allocations are not cached, so that a read past
+the end of a cache is seen.
 Kernels are checked one at a time, each tool in a process of its own. The results are checked as well, on the CPU:
 racecheck breaks a matrix product of torch, whatever kernel it was asked to watch.
 """

@@ -60,8 +60,8 @@ class Config:
 
 @dataclass(frozen=True)
 class Case:
-    """One call. queries: query tokens of each sequence, None: one each without query_start_loc. cut: the batch is cut by
-    its lengths, where there are several splits."""
+    """One call. queries: query tokens of each sequence, None: one each without query_start_loc. cut: the batch is cut
+    by its lengths, where there are several splits."""
 
     lens: tuple[int, ...]
     queries: tuple[int, ...] | None = None

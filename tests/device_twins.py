@@ -133,8 +133,8 @@ def byte_twins_kernel(
 
 
 def run_bytes(bits: int, planes: int, target: str, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(planes [n, planes, 8] int8 of the centroids in every word, codes [n, 2, 8, 2] fp16 of it and of another, found in
-    both ways)."""
+    """(planes [n, planes, 8] int8 of the centroids in every word, codes [n, 2, 8, 2] fp16 of it and of another, found
+    in both ways)."""
     table = byte_table(HEAD_SIZE, bits, planes).words
     found = torch.empty(WORDS, planes, 8, dtype=torch.int8, device=device)
     values = torch.empty(WORDS, 2, 8, 2, dtype=torch.float16, device=device)
