@@ -114,8 +114,8 @@ def wall_time(calls: Sequence[Call], replays: int) -> Time:
 
 
 def cpu_time(call: Call, rounds: int, calls: int = 20) -> Time:
-    """How long an eager call keeps the CPU, once a tenth of a second of calls has woken it up: the device is idle at the
-    start, and the queue never fills."""
+    """How long an eager call keeps the CPU, once a tenth of a second of calls has woken it up: the device is idle at
+    the start, and the queue never fills."""
     until = time.perf_counter() + 0.1
     while time.perf_counter() < until:
         for _ in range(calls):
