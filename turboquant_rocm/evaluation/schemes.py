@@ -63,7 +63,7 @@ class Scheme:
     @property
     def bytes_per_sequence(self) -> float:
         """Of all layers, beside those per token."""
-        return sum(self.beside.values())
+        return sum(self.beside.values(), 0.0)
 
 
 def exact_bytes(layer: LayerSpec) -> int:
