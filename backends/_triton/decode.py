@@ -478,7 +478,9 @@ def _pair_bits(step, bits, which):
     from struct import pack, unpack
 
     middle = 2 ** (bits - 1)
-    number = {"slope": 1.0 / step, "offset": -(1024.0 / step + middle), "middle": -middle * step * 2.0**-24}[which]
+    number = {"slope": 1.0 / step, "offset": -(1024.0 / step + middle), "middle": -middle * step * 2.0**-24}[
+        which
+    ]
     half = unpack("<H", pack("<e", number))[0]
     pair = half << 16 | half
     return pair - (1 << 32) if pair >> 31 else pair
@@ -773,6 +775,23 @@ def _load_values(
     return out + (scale, zero)
 
 
+@triton.jit
+def _part(
+    row,  # [N] int64
+    q_head,  # [N]
+    splits,
+    split,
+    HQ: tl.constexpr,
+    CUT: tl.constexpr,
+):
+    """Where the partial results of this program's columns go, [N]."""
+    if CUT:
+        out = tl.program_id(1).to(tl.int64) * HQ + q_head
+    else:
+        out = row * splits + split
+    return out
+
+
 _ARGUMENT_NAMES = (
     "scale_log2",
     "window",
@@ -905,16 +924,14 @@ def decode_kernel(
 
     if CUT:
         tiles = visible_tiles(seq_len, window, T, WINDOW)
-        part = tl.program_id(1).to(tl.int64) * HQ + q_head  # [N] where partial results go
     else:
         tiles = (tl.maximum(end - start, 0) + T - 1) // T
         tiles_per_split = tl.maximum((tiles + splits - 1) // splits, min_tiles)
-        part = row * splits + split
     tile_low = split * tiles_per_split
     tile_high = tl.minimum(tile_low + tiles_per_split, tiles)
     if not DIRECT:
         if tile_low >= tile_high:
-            tl.store(lse_ptr + part, float("-inf"), live)
+            tl.store(lse_ptr + _part(row, q_head, splits, split, HQ, CUT), float("-inf"), live)
             return
 
     # Which token and which part of its row each lane reads. Lanes are dealt out over the dimensions of a tile in
@@ -1163,6 +1180,7 @@ def decode_kernel(
     shift = total_offset * norm_out
 
     r = tl.arange(0, ROWS)
+    part = _part(row, q_head, splits, split, HQ, CUT)
     for u in tl.static_range(VUNITS):
         result = acc[u] * back[None, :]
         if BARE_VALUES:

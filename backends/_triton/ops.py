@@ -205,8 +205,7 @@ class DecodePlan:
             "PLANES": self.planes,
             "BYTE_OFFSET": offset,
             "FP8_UNPACK": unpack,
-            # of AMD's matrix units some generations flush denormal numbers
-            "BARE_VALUES": target.vendor == "nvidia",
+            "BARE_VALUES": base["bare_values"],
             "KWIDTH": width,
             "RUNS": base["token_runs"],
             "LANE_FIRST": base["lane_first"],
