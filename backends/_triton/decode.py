@@ -473,8 +473,8 @@ def _value_constants(
 
 @triton.constexpr_function
 def _pair_bits(step, bits, which):
-    """Bits of a pair of equal fp16 numbers. "slope", "offset": number * slope + offset is code - middle, for the numbers
-    of device.value_pairs; "middle": minus the bare number of the middle code."""
+    """Bits of a pair of equal fp16 numbers. "slope", "offset": number * slope + offset is code - middle, for the
+    numbers of device.value_pairs; "middle": minus the bare number of the middle code."""
     from struct import pack, unpack
 
     middle = 2 ** (bits - 1)

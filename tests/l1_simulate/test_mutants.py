@@ -102,7 +102,7 @@ SOURCE = [
     _s("piece of another sequence", "decode", "if sequence < 0:",
        "sequence = tl.maximum(sequence - 1, -1)\n        if sequence < 0:", options=CUT),
     _s("pieces write over each other", "decode", "tl.program_id(1).to(tl.int64) * HQ + q_head",
-       "sequence.to(tl.int64) * HQ + q_head", options=CUT),
+       "row // HQ * HQ + q_head", options=CUT),
     _s("lengths of the batch but one", "prepare", "cut_batch(seq_lens_ptr, schedule_ptr, batch, ",
        "cut_batch(seq_lens_ptr, schedule_ptr, batch - 1, ", options=CUT),
     _s("order of dims", "reduce", "lane = r % VALUE[1]", "lane = (r + 1) % VALUE[1]"),
