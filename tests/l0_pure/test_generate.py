@@ -10,8 +10,9 @@ pytest.importorskip("transformers")
 from tests import generate_checks as checks
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize("mode", ["drop-in", "direct"])
+@pytest.mark.parametrize(
+    ("mode", "dtype"), [("drop-in", "fp32"), ("direct", "fp32"), ("direct", "fp16"), ("direct", "bf16")]
+)
 def test_sixty_four_greedy_tokens(mode: str, dtype: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(checks.MODEL_VARIABLE, raising=False)
     model = checks.small_model(dtype, layers=4)
