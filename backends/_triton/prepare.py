@@ -87,6 +87,7 @@ def prepare_kernel(
     if INT8:
         up = tl.where(biased == 255, float("nan"), up)  # int8 has no number that says so
         whole = tl.where(y < 0.0, y - 0.5, y + 0.5).to(tl.int32)
+        whole = tl.minimum(whole, 128 * 127 + 127)  # 2^14 would not fit into the two
         upper = tl.minimum((whole + 64) >> 7, 127)
         at = prepared_ptr.to(tl.pointer_type(tl.int8)) + row[:, None] * (2 * KP) + column[None, :]
         tl.store(at, upper.to(tl.int8), keep)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.decode_checks import HEAD_SIZES, LAYOUTS, PRESETS, Case, Config, check, decode, set_up
+from tests.decode_checks import HEAD_SIZES, LAYOUTS, PRESETS, Case, Config, check, compare, decode, set_up
 
 ARCHES = ("sm_90", "gfx942", "gfx950")
 
@@ -132,6 +132,21 @@ def test_block_sizes(block_size, device):
 @pytest.mark.parametrize("value_scale", [1e-5, 3e4])
 def test_sizes_of_values(value_scale, device):
     check(Config(dtype="fp16", preset="k8v4"), Case((40, 5), value_scale=value_scale), device)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("below", [0.0, 0.125, 0.5, 8.0])
+def test_queries_just_below_a_power_of_two(below, sign, device):
+    """As integers they round to 2^14, which two int8 numbers of base 128 cannot hold."""
+    config, case = Config("3bit_nc", head_size=64, dtype="fp16", group=8), Case((1,))
+    setup = set_up(config, case, device)
+    rotation = torch.from_numpy(setup.bound.ops.plan.matrix).double()  # of 1 and -1
+    query = sign * 256.0 * rotation[5]
+    query[0] -= sign * below * rotation[5, 0]
+    setup.query.copy_(query.half().expand_as(setup.query))
+    assert float((rotation @ setup.query[0, 0].double())[5]) == sign * (16384.0 - below)
+    out, lse = decode(setup, replace(case, scale=1e-3))
+    compare(setup, config, replace(case, scale=1e-3), out, lse)
 
 
 def test_strides(device):
