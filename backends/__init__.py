@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..eligibility import Refusal, Request, Requirement, refusals
+from ..eligibility import Code, Refusal, Request, Requirement, refusals
 from ..spec import LayerSpec, SpecError
 
 if TYPE_CHECKING:
@@ -128,6 +128,10 @@ class Backend:
     def refusals(self, request: Request) -> tuple[Refusal, ...]:
         """Every reason why this backend cannot serve ``request``; empty if it can."""
         return refusals(self.requires, request)
+
+    def built_for(self, request: Request, *codes: Code) -> bool:
+        """True if no requirement with one of ``codes`` stands in the way, whatever the others say."""
+        return all(r.check(request) is None for r in self.requires if r.code in codes)
 
     def workspace_bytes(self, layer: LayerSpec, rows: int, compute_units: int | None) -> int:
         """Upper bound of the scratch bytes that decode takes for up to ``rows`` query rows of one call.

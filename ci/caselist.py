@@ -269,7 +269,35 @@ def _times() -> Iterator[Case]:
                 )  # fmt: skip
 
 
+_ROTATED: Final = "turboquant_3bit_nc+rotated_values"
+_ROTATED_FP8: Final = "turboquant_k8v4+rotated_values"
+
+
+def _rotated_values() -> Iterator[Case]:
+    """Presets with rotated values: 3-bit codes of both, and FP8 keys beside 4-bit ones."""
+    for preset in (_ROTATED, _ROTATED_FP8):
+        for head_size in (64, 128):
+            long = preset == _ROTATED_FP8 and head_size == 64
+            yield Case("store", preset, "soa", head_size, "bf16", seq_lens=(21,), label="hostile", long=long)
+            yield Case("decode", preset, "soa", head_size, "bf16", gqa_ratio=4, label="plain", long=long)
+            yield Case(
+                "dequantize",
+                preset,
+                "soa",
+                head_size,
+                "bf16",
+                seq_lens=(1, 33, 0, 50),
+                label="plain",
+                long=long,
+            )
+    for label, more in _FEATURES:
+        yield Case(
+            "decode", _ROTATED, "soa", 128, "bf16", label=label,
+            long=label not in ("window", "sinks", "queries"), **more,
+        )  # fmt: skip
+
+
 def case_list(long: bool = False, device: bool = False) -> list[Case]:
     """All cases of a leg, in a fixed order. long: also those that are left out by default."""
-    found = [*_stores(), *_decodes(), *_dequantizes(), *_times()]
+    found = [*_stores(), *_decodes(), *_dequantizes(), *_rotated_values(), *_times()]
     return [c for c in found if (long or not c.long) and (device or not c.device)]

@@ -42,7 +42,7 @@ class Leg:
     """One leg.
 
     title: for people. mode: one of MODES. target: arch that kernels are chosen for ("local": of the GPU that is
-    there). backends: what the leg exists to test; "all" means that every case whose layout the backend reads must
+    there). backends: what the leg exists to test; "all" means that every case whose bytes the backend reads must
     run on it, a number that at least so many cases must (for backends with a narrow profile, whose refusals are
     then recorded). tests: paths given to pytest. deselect: tests with this in their name are another leg's.
     require_in_tests: pytest is told to require the backends too (for tests with the `backend` fixture). may_skip: the

@@ -30,9 +30,12 @@ from tests.cases import reference
 from tests.golden_data import NUM_KV_HEADS
 from turboquant_rocm import BoundLayer, IneligibleError, PagedCache
 from turboquant_rocm.backends import get_backend
+from turboquant_rocm.eligibility import Code, Request
 from turboquant_rocm.layouts import Layout
 from turboquant_rocm.layouts.convert import canonicalize
 from turboquant_rocm.layouts.views import allocate, field_view
+from turboquant_rocm.presets import get_preset
+from turboquant_rocm.target import get_target
 
 __all__ = ["Record", "Runner", "backends_of", "digest", "run_cases"]
 
@@ -318,9 +321,11 @@ class Runner:
 
 
 def backends_of(leg: Leg, case: Case) -> Iterator[str]:
-    """The leg's backends that read the layout of ``case``."""
+    """The leg's backends that read the bytes of ``case``: its layout, with values rotated or not."""
+    asked = Request(case.spec, get_target("cpu"), get_preset(case.preset), case.block_size)
     for name in leg.backends:
-        if get_backend(name).layout in ("any", case.layout):
+        backend = get_backend(name)
+        if backend.layout in ("any", case.layout) and backend.built_for(asked, Code.ROTATED_VALUES):
             yield name
 
 
@@ -330,7 +335,7 @@ def run_cases(
     repeats: int = 3,
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[list[Record], Runner]:
-    """Every case on every backend of the leg that reads its layout."""
+    """Every case on every backend of the leg that reads its bytes."""
     runner = Runner(mode, repeats, {}, {})
     records = []
     for case in cases:

@@ -175,7 +175,7 @@ def check_golden(case: GoldenCase, device: str, vendor: str | None = None) -> No
 
 def check_against_reference(
     preset: str | Preset, layout: str, head_size: int, dtype: str, device: str, tokens: int = 29, heads: int = 3,
-    **more: Any,
+    vendor: str | None = None, **more: Any,
 ) -> None:  # fmt: skip
     """Every byte and both counts equal the reference's, whatever the data; padding tokens and pads untouched."""
     g = torch.Generator().manual_seed(head_size)
@@ -191,7 +191,7 @@ def check_against_reference(
     flat(got.data).fill_(FILL)
     count, counted = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32, device=device)
     bound.store(key, value, want, slots, nonfinite=count)
-    store_of(bound.layout)(key.to(device), value.to(device), got.data, slots.to(device), counted)
+    store_of(bound.layout, vendor)(key.to(device), value.to(device), got.data, slots.to(device), counted)
     assert differences(got, want, bound.layout) == {}
     assert torch.equal(counted.cpu(), count)
 
@@ -330,6 +330,7 @@ def check_dequantize(
     head_size: int,
     device: str,
     dtype: torch.dtype = torch.float32,
+    vendor: str | None = None,
     **more: Any,
 ) -> None:
     """Ranges of a ragged batch: what is rotated back within fp32 rounding of the reference, other values equal, the
@@ -355,7 +356,8 @@ def check_dequantize(
     v = torch.full((total + 2, 3, dv), 7.0, dtype=dtype, device=device)
     here = bound.allocate(blocks, device)
     flat(here.data).copy_(flat(cache.data))
-    dequantize_of(bound.layout)(here.data, table.to(device), starts.to(device), want.cu_lens.to(device), k, v)
+    dequantize = dequantize_of(bound.layout, vendor)
+    dequantize(here.data, table.to(device), starts.to(device), want.cu_lens.to(device), k, v)
     k, v = k.cpu(), v.cpu()
     assert (k[total:] == 7).all()
     assert (v[total:] == 7).all()

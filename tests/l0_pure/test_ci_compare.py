@@ -22,8 +22,10 @@ from ci.compare import CompareError, compare, load, main, noise, render
 from ci.leg import SCHEMA
 from ci.legs import load_legs
 from ci.modes import ReferenceMode
-from ci.runner import run_cases
+from ci.runner import backends_of, run_cases
+from turboquant_rocm import get_preset
 from turboquant_rocm.layouts.views import field_view
+from turboquant_rocm.presets import serving_names
 
 LEG = load_legs()["cpu-reference"]
 CASES = [
@@ -473,9 +475,8 @@ def test_case_names_are_unique_and_the_long_list_contains_the_default_one():
         assert len({c.id for c in cases}) == len(cases)
     assert {c.id for c in default} < {c.id for c in long} < {c.id for c in device}
     stores = {(c.preset, c.layout, c.head_size, c.dtype) for c in default if c.kind == "store"}
-    presets = {c.preset for c in default}
-    assert len(presets) >= 4
-    for preset in presets:
+    assert set(serving_names()) < {c.preset for c in default}
+    for preset in serving_names():
         for layout in ("soa", "aos"):
             for head_size in (64, 128, 256):
                 assert {(preset, layout, head_size, dtype) for dtype in ("bf16", "fp16")} <= stores
@@ -483,6 +484,27 @@ def test_case_names_are_unique_and_the_long_list_contains_the_default_one():
                     (c.kind, c.preset, c.layout, c.head_size) == ("decode", preset, layout, head_size)
                     for c in default
                 )
+
+
+def test_cases_with_rotated_values():
+    """On every leg that runs cases, by the backends that read such bytes and by no others."""
+    rotated = [c for c in case_list() if get_preset(c.preset).rotated_values]
+    plain = [c for c in case_list() if c not in rotated]
+    for kind in ("store", "decode", "dequantize"):
+        assert {c.head_size for c in rotated if c.kind == kind} == {64, 128}
+    assert {"window", "sinks", "queries"} <= {c.label for c in rotated if c.kind == "decode"}
+    for leg in load_legs().values():
+        if not leg.runs_cases:
+            continue
+        serving = {"triton_rotated", "torch_reference"} & set(leg.backends)
+        assert serving, leg.name
+        for case in rotated:
+            assert set(backends_of(leg, case)) == serving
+        for case in plain:
+            assert "triton_rotated" not in backends_of(leg, case)
+        assert {name for case in plain for name in backends_of(leg, case)} == set(leg.backends) - {
+            "triton_rotated"
+        }
 
 
 def test_inputs_are_normal_enough_and_always_the_same():
