@@ -31,7 +31,6 @@ BACKEND = register(
         ),
         ops="_triton.rotated:RotatedOps",
         max_splits=64,
-        automatic=False,  # until its tests have run on a GPU and the CI matrix has cases for it
         description="Triton, SoA cache, rotated values: both codebooks read in one pass, the output rotated back once",
     )
 )

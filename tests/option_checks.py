@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +28,47 @@ READ_BACK = {"3bit_nc": (0.1, 0.3), "4bit_nc": (0.05, 0.2)}
 """Relative errors between which keys and values of those bits are read back."""
 
 
+@contextmanager
+def packed_attention(model: Any) -> Iterator[None]:
+    """The model attends over packed tokens; afterwards as before."""
+    plain = model.config._attn_implementation
+    model.set_attn_implementation(tq.ATTENTION)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(plain)
+
+
+def attend(model: Any, ids: torch.Tensor, count: int, cache: Any) -> dict[int, float]:
+    """Prefill, single tokens up to ``count`` and the rest as a chunk; errors beside native attention by queries."""
+    with beside_native() as errors:
+        forced(model, ids[:, : count + 1], PROMPT, cache)
+        model(input_ids=ids[:, count:], cache=cache, use_cache=True)
+    return errors
+
+
+@torch.no_grad()
+def check_mixture(
+    model: Any,
+    layers: Mapping[int, str],
+    chosen: Mapping[int, str],
+    *,
+    dtype: str,
+    target: Any,
+    count: int = 80,
+) -> None:
+    """Each layer of a mixed cache gets the backend of ``chosen`` from the dispatcher; attention over it is that over
+    its tokens read back."""
+    ids = prompt_of(model, count + CHUNK)
+    cache = tq.mixed_cache(model.config, layers, dtype=dtype, target=target, checks="full")
+    assert {i: layer.bound.backend for i, layer in enumerate(cache.layers)} == chosen
+    with packed_attention(model):
+        errors = attend(model, ids, count, cache)
+    print(f"{layers}: {errors}")
+    assert set(errors) == {1, CHUNK}
+    assert max(errors.values()) < 2 * min(get_backend(name).tolerance(dtype) for name in chosen.values())
+
+
 @torch.no_grad()
 def check_options(
     model: Any, options: CacheOptions, preset: str, *, backend: str, dtype: str, target: Any,
@@ -44,16 +87,11 @@ def check_options(
         key_scales=scales,
     )  # fmt: skip
     assert {layer.bound.backend for layer in cache.layers} == {backend}
-    plain, exact = model.config._attn_implementation, transformers.DynamicCache(config=model.config)
-    model.set_attn_implementation(tq.ATTENTION)
-    try:
-        with beside_native() as errors:
-            forced(model, ids[:, : count + 1], PROMPT, cache)
-            model(input_ids=ids[:, count:], cache=cache, use_cache=True)
-        forced(model, ids[:, : count + 1], PROMPT, exact)
-        model(input_ids=ids[:, count:], cache=exact, use_cache=True)
-    finally:
-        model.set_attn_implementation(plain)
+    exact = transformers.DynamicCache(config=model.config)
+    with packed_attention(model):
+        errors = attend(model, ids, count, cache)
+        unpacked = attend(model, ids, count, exact)
+    assert not unpacked, "an exact cache was attended over as packed"
     print(f"{backend} {preset}{options}: {errors}")
     assert set(errors) == {1, CHUNK}
     roundings = 2 + options.key_scale  # its own, that of transformers, and of queries that are scaled back

@@ -216,13 +216,18 @@ class Decision:
 
     @property
     def fell_back(self) -> bool:
-        """True if a faster backend that is built for this target, there and allowed by the policy, was refused."""
-        excused = {Code.ARCH, Code.KERNELS, Code.POLICY}
+        """True if a faster backend that is built for this target and for values coded like these, there and allowed
+        by the policy, was refused."""
+        excused = {*_BUILT_FOR, Code.KERNELS, Code.POLICY}
         return any(not {r.code for r in why} & excused for why in self.refused.values())
 
 
+_BUILT_FOR: Final = (Code.ARCH, Code.ROTATED_VALUES)
+"""What a kernel is made for. One for another GPU or other bytes is no faster one that a decision falls back from."""
+
+
 def _policy_refusals(backend: Backend, policy: Policy, first: Backend | None) -> Iterable[Refusal]:
-    """Why ``policy`` forbids ``backend``. first: the fastest backend that is built for the target."""
+    """Why ``policy`` forbids ``backend``. first: the fastest backend that is built for target and values."""
     if policy.force not in (None, backend.name):
         yield Refusal(Code.POLICY, f"force {policy.force}", f"force {backend.name}, or no forced backend")
     if backend.name in policy.deny:
@@ -240,7 +245,7 @@ def _policy_refusals(backend: Backend, policy: Policy, first: Backend | None) ->
 def _built_for(backend: Backend, request: Request, policy: Policy) -> bool:
     if not (backend.ready or policy.planned):
         return False
-    return all(r.check(request) is None for r in backend.requires if r.code is Code.ARCH)
+    return backend.built_for(request, *_BUILT_FOR)
 
 
 def all_refusals(

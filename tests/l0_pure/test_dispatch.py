@@ -139,7 +139,7 @@ def _kernels_import(decision: Decision) -> bool:
 
 def test_priority():
     order = [b.name for b in backends() if b.automatic]
-    assert order == ["flydsl_gfx950", "flydsl_gfx942", "triton_soa", "triton_aos"]
+    assert order == ["flydsl_gfx950", "flydsl_gfx942", "triton_soa", "triton_aos", "triton_rotated"]
 
 
 def test_reference_is_never_chosen_by_itself():
@@ -233,7 +233,7 @@ def test_nothing_eligible_lists_every_backend():
     with pytest.raises(IneligibleError) as caught:
         decide(replace(GQA8, position_bias="alibi"), get_target("gfx942"), NC4, 16, Policy())
     assert set(caught.value.refused) == {b.name for b in backends() if b.automatic}
-    assert str(caught.value).count("position_bias=alibi") == len(caught.value.refused) == 4
+    assert str(caught.value).count("position_bias=alibi") == len(caught.value.refused) == 5
 
 
 def test_deny_narrows():

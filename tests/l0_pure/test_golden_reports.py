@@ -216,7 +216,13 @@ class Expected:
             f"flydsl_{arch}": ([] if self.arch == arch else [f"arch={self.arch} (wants {arch})"]) + profile
             for arch in ("gfx950", "gfx942")
         }
-        return {**fly, "triton_soa": triton, "triton_aos": triton}
+        rotated = [*triton[: kind not in ("full", "sliding")], "rotated_values=no (wants yes)"]
+        for what, size in (("head_size", key), ("value_head_size", value)):
+            if size not in (64, 128, 256):
+                rotated.append(f"{what}={size} (wants one of 64, 128, 256)")
+        if group > 16:
+            rotated.append(f"gqa_ratio={group} (wants 1 to 16)")
+        return {**fly, "triton_soa": triton, "triton_aos": triton, "triton_rotated": rotated}
 
     def change(self, backend: str, why: list[str]) -> str:
         """What alone gets a backend: its GPU, or heads padded with zeros, and what these cost in the cache."""

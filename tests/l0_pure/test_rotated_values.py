@@ -9,6 +9,7 @@ import pytest
 
 from turboquant_rocm import IneligibleError, LayerSpec, Policy, Preset, SpecError, Target, decide, get_preset
 from turboquant_rocm.backends import backends
+from turboquant_rocm.dispatch import all_refusals
 from turboquant_rocm.eligibility import Code, Request
 from turboquant_rocm.layouts import TagError, make_layout
 from turboquant_rocm.presets import preset_names
@@ -82,10 +83,28 @@ def test_only_backends_that_declare_them_serve_them():
 def test_the_dispatcher_finds_the_kernels(arch: str):
     layer = LayerSpec(0, 16, 2, 128)
     rotated = "3bit_nc+rotated_values"
-    asked = decide(layer, get_target(arch), rotated, 16, Policy(force="triton_rotated"))
-    assert asked.backend == "triton_rotated"
-    with pytest.raises(IneligibleError):  # not chosen by itself until it has run on a GPU
-        decide(layer, get_target(arch), rotated, 16)
+    found = decide(layer, get_target(arch), rotated, 16, Policy())
+    assert found.backend == "triton_rotated"
+    assert all(Code.ROTATED_VALUES in {r.code for r in why} for why in found.refused.values())
+    assert {"triton_soa", "triton_aos"} <= set(found.refused)
+    assert (
+        decide(layer, get_target(arch), rotated, 16, Policy(force="triton_rotated")).backend == found.backend
+    )
+    with pytest.raises(IneligibleError, match="rotated_values"):  # another GPU has no kernels for them
+        decide(layer, get_target("gfx1100"), rotated, 16, Policy())
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_90"])
+def test_kernels_for_other_values_are_no_faster_ones(arch: str):
+    """Nothing falls back to them or from them, and a policy without fallbacks takes them."""
+    layer, strict = LayerSpec(0, 16, 2, 128), Policy(allow_fallback=False)
+    found = decide(layer, get_target(arch), "3bit_nc+rotated_values", 16, strict)
+    assert found.backend == "triton_rotated" and not found.fell_back
+    plain = decide(layer, get_target(arch), "4bit_nc", 16, strict)
+    assert plain.backend == {"sm_90": "triton_soa"}.get(arch, f"flydsl_{arch}") and not plain.fell_back
+    assert "triton_rotated" not in plain.refused
+    request = Request(layer, get_target(arch), get_preset("4bit_nc"), 16)
+    assert Code.ROTATED_VALUES in {r.code for r in all_refusals(request, Policy())["triton_rotated"]}
 
 
 @pytest.mark.parametrize("preset", ["k8v4", "4bit_nc", "3bit_nc"])

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("turboquant_rocm.integrations.transformers", exc_type=ImportError)
 
 from tests.l0_pure.test_transformers_cache import build
-from tests.option_checks import OPTIONS, check_options
+from tests.option_checks import OPTIONS, check_mixture, check_options
 from turboquant_rocm.options import CacheOptions
 
 
@@ -31,3 +31,11 @@ def test_options_with_rotated_values(options: CacheOptions, preset: str, device:
         build("llama", 64, "fp16").to(device), options, preset, backend="triton_rotated", dtype="fp16",
         target=target,
     )  # fmt: skip
+
+
+@pytest.mark.backend("triton_rotated")
+def test_layers_with_and_without_rotated_values(device: str, target: Any):
+    layers = {0: "4bit_nc+rotated_values", 1: "3bit_nc"}
+    chosen = {0: "triton_rotated", 1: "triton_soa"}
+    model = build("llama", 64, "fp16", num_hidden_layers=2).to(device)
+    check_mixture(model, layers, chosen, dtype="fp16", target=target)
