@@ -25,7 +25,7 @@ from turboquant_rocm.bench.cases import (
     parse_shape,
     read_profiles,
 )
-from turboquant_rocm.bench.cli import main
+from turboquant_rocm.bench.cli import _jobs, main
 from turboquant_rocm.bench.display import cells, markdown
 from turboquant_rocm.bench.goals import jobs_of, judge
 from turboquant_rocm.bench.records import (
@@ -173,6 +173,26 @@ def test_a_profile_is_the_product_of_its_lists():
     cases = {job.case for job in made["one"].jobs}
     assert len(cases) == 16
     assert Case("decode", "k8v4", 16, 1, batch=2, context=64, window=8) in cases
+
+
+def test_backends_that_nobody_names_are_those_for_the_values():
+    """Others would only print a refusal behind each case."""
+    made = parse_profiles(profiles(preset=["4bit_nc", "4bit_nc+rotated_values"], shape="1x64")).values()
+
+    def backends_of(*names: str) -> dict[str, set[str | None]]:
+        found: dict[str, set[str | None]] = {}
+        for job in _jobs(made, names, smoke=False):
+            found.setdefault(job.case.preset, set()).add(job.backend)
+        return found
+
+    plain, rotated = "turboquant_4bit_nc", "turboquant_4bit_nc+rotated_values"
+    assert backends_of() == {
+        plain: {"flydsl_gfx950", "flydsl_gfx942", "triton_soa", "triton_aos"},
+        rotated: {"triton_rotated"},
+    }
+    assert backends_of("triton_soa") == {plain: {"triton_soa"}, rotated: {"triton_soa"}}
+    named = parse_profiles(profiles(preset="4bit_nc", shape="1x64", backend="triton_rotated")).values()
+    assert [job.backend for job in _jobs(named, (), smoke=False)] == ["triton_rotated"]
 
 
 def test_a_profile_may_name_a_model():

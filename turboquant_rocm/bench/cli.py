@@ -20,10 +20,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..backends import backends, get_backend
+from ..eligibility import Code, Request
 from ..explain import _gib
 from ..packages import installed_version
-from ..presets import preset_names
+from ..presets import get_preset, preset_names
 from ..spec import SpecError, Target
+from ..target import get_target
 from ..verify import _check_writable, fitting_console
 from .ab import MODES, AbRun, ab_table, arms_of
 from .cases import LENGTHS, OPERATIONS, Case, Job, Profile, parse_profiles, read_profiles
@@ -298,15 +300,18 @@ def _selected(args: argparse.Namespace, operation: str, defaults: Sequence[str])
 
 
 def _jobs(profiles: Iterable[Profile], names: Sequence[str], smoke: bool) -> tuple[Job, ...]:
-    """Every case of the profiles on the backends called ``names``, or on every one that may be chosen here."""
+    """Every case of the profiles on the backends called ``names``, or on all that may be chosen for its values."""
     for name in names:
         get_backend(name)
     chosen = names or (["torch_reference"] if smoke else [b.name for b in backends() if b.automatic])
     jobs: dict[Job, None] = {}
     for profile in profiles:
         for job in profile.jobs:
-            for name in [job.backend] if job.backend and not names else chosen:
-                jobs[Job(job.case, name)] = None
+            case = job.case
+            asked = Request(case.layer(), get_target("cpu"), get_preset(case.preset), case.block_size)
+            fitting = [n for n in chosen if names or get_backend(n).built_for(asked, Code.ROTATED_VALUES)]
+            for name in [job.backend] if job.backend and not names else fitting:
+                jobs[Job(case, name)] = None
     return tuple(jobs)
 
 
@@ -322,7 +327,7 @@ def _device(name: str) -> tuple[Any, Target]:
             f"torch cannot be imported ({error}); the extras cpu, nvidia and rocm say what to install"
         ) from None
     logging.getLogger("turboquant_rocm.dispatch").setLevel(logging.ERROR)  # refusals are printed as rows
-    from ..target import detect, get_target
+    from ..target import detect
 
     if re.fullmatch(r"cpu|cuda(:\d{1,3})?", name) is None:
         raise SpecError("--device", name, "cuda, cuda:INDEX or cpu")
