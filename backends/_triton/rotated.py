@@ -12,17 +12,24 @@ from ...layouts import Layout
 from .dequantize import Dequantize
 from .device import FP8_SCALE
 from .one_pass import OnePassOps
-from .ops import LOG2E
+from .ops import LOG2E, target_kind
 from .rotated_decode import COLUMNS, rotated_decode_kernel, rotated_reduce_kernel
 from .store import Store, field_constants
 from .tile import centroid_table
 from .workspace import Workspace
 
-__all__ = ["RotatedOps", "kernel_constants"]
+__all__ = ["RotatedOps", "decode_options", "kernel_constants"]
 
 _TOKENS = 32  # of a tile
 DECODE_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 REDUCE_OPTIONS = {"num_warps": 1}
+
+
+def decode_options(decision: Decision, layout: Layout) -> dict[str, Any]:
+    """Options of the decode kernel. NVIDIA's compiler aims at 168 registers and, at 256 dims, would rather spill than
+    take more, if it is not told."""
+    wide = layout.head_size == 256 and target_kind(decision.target.vendor) == "cuda"
+    return DECODE_OPTIONS | ({"maxnreg": 224} if wide else {})
 
 
 def _table(head_size: int, bits: int) -> tuple[tuple[float, ...], float]:
@@ -98,7 +105,8 @@ class RotatedOps(OnePassOps):
 
     def _kernels(self, multi: bool, write_lse: bool) -> Iterator[tuple[Any, dict[str, Any]]]:
         own = {"MULTI": multi, "WRITE_LSE": write_lse}
-        each = ((rotated_decode_kernel, DECODE_OPTIONS), (rotated_reduce_kernel, REDUCE_OPTIONS))
+        options = decode_options(self.decision, self.layout)
+        each = ((rotated_decode_kernel, options), (rotated_reduce_kernel, REDUCE_OPTIONS))
         for kernel, options in each:
             yield kernel, kernel_constants(kernel, self.decision, self.layout, **own) | options
 

@@ -44,6 +44,8 @@ def check(arch: str, kernel: str, preset: str, head_size: int, record) -> None:
     decision = Decision(layer, get_target(arch), get_preset(name), 16, "triton_rotated", "soa")
     layout = make_layout("soa", name, head_size, 8, 16)
     function, own, options = KERNELS[kernel]
+    if kernel == "decode":
+        options = rotated.decode_options(decision, make_layout("soa", name, head_size, 8, 16))
     values = rotated.kernel_constants(function, decision, layout, **own)
     names = function.arg_names
     kinds = {n: "constexpr" if n in values else POINTERS.get(n, "i32") for n in names}
