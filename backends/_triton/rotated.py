@@ -29,7 +29,7 @@ def decode_options(decision: Decision, layout: Layout) -> dict[str, Any]:
     """Options of the decode kernel. NVIDIA's compiler aims at 168 registers and, at 256 dims, would rather spill than
     take more, if it is not told."""
     wide = layout.head_size == 256 and target_kind(decision.target.vendor) == "cuda"
-    return DECODE_OPTIONS | ({"maxnreg": 224} if wide else {})
+    return DECODE_OPTIONS | ({"maxnreg": 255} if wide else {})
 
 
 def _table(head_size: int, bits: int) -> tuple[tuple[float, ...], float]:
