@@ -161,6 +161,8 @@ def _layouts(backend: Backend) -> tuple[str, ...]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if any("backend" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")):
+        return  # the test says itself which ones
     if {"backend", "layout"} <= set(metafunc.fixturenames):  # each backend with the layouts that it reads
         pairs = [(b.name, layout) for b in backends() for layout in _layouts(b)]
         metafunc.parametrize(("backend", "layout"), pairs, indirect=["backend"])
