@@ -70,10 +70,10 @@ class Policy:
     """How a user narrows the choice. It can never make an ineligible backend eligible.
 
     force: only this backend. deny: never these. require: one of these, or an error (None: any). allow_fallback:
-    False refuses anything but the first backend in priority order that is built for the target. layout: only
-    backends that read this layout. planned: reckon with backends whose kernels are not in this version, for
-    reports about what is to come; what is decided so cannot be bound. variables: (field, environment variable) for
-    what :meth:`from_environment` took from there.
+    False refuses anything but the first backend in priority order that is built for the target, and for rotated
+    values where the preset has them. layout: only backends that read this layout. planned: reckon with backends whose
+    kernels are not in this version, for reports about what is to come; what is decided so cannot be bound.
+    variables: (field, environment variable) for what :meth:`from_environment` took from there.
     """
 
     force: str | None = None

@@ -496,6 +496,16 @@ def test_kernels_of_schemes():
     assert fp8_scheme(config_of("LlamaConfig")).kernels == ()
 
 
+def test_rotated_values_need_no_named_backend_on_a_gpu():
+    """So ``--recommend`` tries them there: what no backend takes by itself would be left out."""
+    pytest.importorskip("triton")
+    from turboquant_rocm.evaluation.schemes import preset_scheme
+
+    scheme = preset_scheme(config_of("LlamaConfig"), "3bit_nc+rotated_values", target="sm_90", dtype="bf16")
+    assert set(scheme.layers) == {0, 1}
+    assert scheme.kernels == ("triton_rotated",)
+
+
 def test_layers_with_a_window_go_without_options():
     """As in the cache; exact tokens beside a soft cap or sinks cannot be evaluated."""
     from turboquant_rocm.evaluation.schemes import preset_scheme

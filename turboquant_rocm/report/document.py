@@ -293,7 +293,7 @@ def _accepts(backend: Backend, code: Code, value: Any, among: Collection[Code] =
             changed = request.with_value(code, value)
         except SpecError:  # no such preset
             continue
-        if all(r.check(changed) is None for r in backend.requires if r.code in looked_at):
+        if backend.built_for(changed, *looked_at):
             return True
     return False
 
