@@ -13,20 +13,22 @@ from turboquant_rocm.backends._triton.schedule import cut_batch, schedule_size
 
 @triton.jit
 def cut_kernel(
-    seq_lens_ptr, schedule_ptr, batch, pieces, window, min_tiles, T: tl.constexpr, WINDOW: tl.constexpr
-):
-    cut_batch(seq_lens_ptr, schedule_ptr, batch, pieces, window, min_tiles, T, WINDOW)
+    seq_lens_ptr, schedule_ptr, batch, pieces, window, min_tiles,
+    MOST: tl.constexpr, T: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    cut_batch(seq_lens_ptr, schedule_ptr, batch, pieces, window, min_tiles, MOST, T, WINDOW)
 
 
 def check_schedule(
-    lens: Sequence[int], pieces: int, device: str, *, window: int = 0, min_tiles: int = 1, tile: int = 32
-) -> int:
+    lens: Sequence[int], pieces: int, device: str, *, window: int = 0, min_tiles: int = 1, most: int = 256,
+    tile: int = 32,
+) -> int:  # fmt: skip
     """Cuts ``lens`` and compares what was written with what it must say; returns the tiles of a piece."""
     batch = len(lens)
     size = schedule_size(pieces, batch)
     written = torch.full((size + 64,), -77, dtype=torch.int32, device=device)
     cut_kernel[(1,)](
-        torch.tensor(lens, dtype=torch.int32, device=device), written, batch, pieces, window, min_tiles,
+        torch.tensor(lens, dtype=torch.int32, device=device), written, batch, pieces, window, min_tiles, most,
         tile, window > 0, num_warps=8,
     )  # fmt: skip
     got = written.tolist()
@@ -36,6 +38,7 @@ def check_schedule(
     tiles = [-(-(max(n, 0) - begin) // tile) for n, begin in zip(lens, begins, strict=True)]
     counts = [-(-n // share) for n in tiles]
     assert sum(counts) <= pieces, "a piece has no room"
+    assert max(counts) <= most
     entries = got[2 : 2 + 2 * pieces]
     first, want = 0, []
     for b, count in enumerate(counts):
@@ -44,10 +47,10 @@ def check_schedule(
         first += count
     assert entries[: 2 * first] == want
     assert entries[2 * first :: 2] == [-1] * (pieces - first)
-    least = max(-(-sum(tiles) // pieces), min_tiles)
-    most = max(-(-sum(tiles) // (pieces - batch)), least)
-    assert least <= share <= most
+    least = max(-(-sum(tiles) // pieces), min_tiles, -(-max(tiles) // most))
+    largest = max(-(-sum(tiles) // (pieces - batch)), least)
+    assert least <= share <= largest
     for smaller in range(least, share):  # no value that was tried and is smaller would have fitted
-        tried = {least + ((most - least) * k + 14) // 15 for k in range(16)}
+        tried = {least + ((largest - least) * k + 14) // 15 for k in range(16)}
         assert smaller not in tried or sum(-(-n // smaller) for n in tiles) > pieces
     return share

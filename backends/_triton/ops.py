@@ -64,6 +64,7 @@ ARGUMENTS: Mapping[str, Any] = {
 _ROWS_PER_PREPARE = 16
 MAX_SPLITS = 256
 """Of a sequence."""
+_MAX_GRID = 65535  # second dimension of a grid on NVIDIA
 _JOINS = ((8, 8, 1, 1), (64, 64, 2, 4), (MAX_SPLITS, 64, 4, 4))
 """How the splits of a row are joined: (up to that many splits, splits read at once, parts of a row, warps of a part).
 A row waits for as many reads in turn as it has chunks of splits, so many splits take wide chunks of few numbers."""
@@ -266,6 +267,7 @@ class DecodePlan:
             "PDL": self.pdl,
             "INT8": self.planes > 0,
             "CUT": cut,
+            "MOST": MAX_SPLITS if cut else 0,
             "T": self.tuned(columns)["tokens"] if cut else 0,
             "WINDOW": cut and self.layer.window is not None,
             "num_warps": 8 if self.kind == "cuda" else 4,
@@ -361,7 +363,8 @@ class DecodePlan:
             return 0
         if splits == 1 and self.visible(max_context, 1) < choice["cut_from"]:
             return 0
-        return batch * (splits if splits > 1 else choice["cut_pieces"])
+        pieces = batch * (splits if splits > 1 else choice["cut_pieces"])
+        return pieces if pieces <= _MAX_GRID else 0
 
 
 class TritonOps:
@@ -613,8 +616,6 @@ class TritonOps:
         rows = tokens * self.layer.num_heads
         heads = self.layer.num_kv_heads * plan.column_tiles(max_query_len)
         min_tiles = 1 if self.fixed_splits else -(-choice["min_tokens"] // choice["tokens"])
-        if pieces:  # none may have more than reduce takes
-            min_tiles = max(min_tiles, -(-context // choice["tokens"] // MAX_SPLITS))
         reduce = None
         if not direct:
             constants = plan.reduce_constants(not single, not no_lse, splits, bool(pieces))

@@ -52,13 +52,14 @@ def prepare_kernel(
     PDL: tl.constexpr,
     INT8: tl.constexpr,  # [N * Hq, 2, KP] int8 in place of fp16: 128 * upper + lower
     CUT: tl.constexpr,  # one program more than the rows need: it writes the schedule
+    MOST: tl.constexpr,  # pieces of a sequence
     T: tl.constexpr,  # tokens of a tile
     WINDOW: tl.constexpr,
 ):
     program = tl.program_id(0)
     if CUT:
         if program == 0:
-            cut_batch(seq_lens_ptr, schedule_ptr, batch, pieces, window, min_tiles, T, WINDOW)
+            cut_batch(seq_lens_ptr, schedule_ptr, batch, pieces, window, min_tiles, MOST, T, WINDOW)
             return
         program -= 1
     row = program.to(tl.int64) * R + tl.arange(0, R)

@@ -6,7 +6,7 @@ the same for all sequences, t as small as it may be for all pieces to find room.
 ceil(n_b / t). A batch of equal lengths is cut as if each sequence had P / B pieces.
 
 t lies between ceil(sum n / P) and ceil(sum n / (P - B)), where every sequence may have a piece that is not full; of
-CANDIDATES values in between the first that fits is taken.
+CANDIDATES values in between the first that fits is taken. It is more where a sequence would get more than MOST pieces.
 
 The schedule, int32 [2 + 2 P + 2 B]: t, 0, then (sequence, first piece of that sequence) of every piece, sequence -1
 where there is none, then (first piece, number of pieces) of every sequence.
@@ -84,14 +84,19 @@ def cut_batch(
     pieces,  # P > B
     window,
     min_tiles,  # fewest tiles to a piece
+    MOST: tl.constexpr,  # pieces of a sequence
     T: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
     """Write the schedule; one program."""
     total = tl.zeros((), tl.int32)
+    longest = tl.zeros((), tl.int32)
     for first in range(0, batch, _AT_ONCE):
-        total += tl.sum(_lengths(seq_lens_ptr, first, batch, window, T, WINDOW), axis=0)
+        tiles = _lengths(seq_lens_ptr, first, batch, window, T, WINDOW)
+        total += tl.sum(tiles, axis=0)
+        longest = tl.maximum(longest, tl.max(tiles, axis=0))
     least = tl.maximum((total + pieces - 1) // pieces, min_tiles)
+    least = tl.maximum(least, (longest + MOST - 1) // MOST)
     room = pieces - batch
     most = tl.maximum((total + room - 1) // room, least)
     k = tl.arange(0, _CANDIDATES)

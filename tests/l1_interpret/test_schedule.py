@@ -30,6 +30,11 @@ def test_least_size_of_a_piece(device):
     assert check_schedule([320, 64, 640], 30, device, min_tiles=4) == 4
 
 
+def test_most_pieces_of_a_sequence(device):
+    assert check_schedule([32 * 1000, 5], 2000, device, most=256) == 4
+    check_schedule([32 * 1000, 5, 32 * 900], 60, device, most=7)
+
+
 @pytest.mark.parametrize("window", [1, 16, 17, 1000])
 def test_window(window, device):
     check_schedule([0, 15, 16, 17, 1000, 1001, 5000], 21, device, window=window)
