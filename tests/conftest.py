@@ -161,8 +161,10 @@ def _layouts(backend: Backend) -> tuple[str, ...]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if any("backend" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")):
-        return  # the test says itself which ones
+    for mark in metafunc.definition.iter_markers("parametrize"):
+        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        if "backend" in (name.strip() for name in names):
+            return  # the test says itself which ones
     if {"backend", "layout"} <= set(metafunc.fixturenames):  # each backend with the layouts that it reads
         pairs = [(b.name, layout) for b in backends() for layout in _layouts(b)]
         metafunc.parametrize(("backend", "layout"), pairs, indirect=["backend"])
