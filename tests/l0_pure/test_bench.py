@@ -484,6 +484,30 @@ def test_compare_names_regressions_only():
     )
 
 
+def test_launches_are_counted_when_all_times_are_taken():
+    """The profiler that counts them slows down every launch after it."""
+    from rich.console import Console
+
+    from turboquant_rocm.bench.cli import _measure_all
+
+    done: list[tuple[str, int]] = []
+    jobs = [Job(Case("decode", "4bit_nc", batch=n, context=64)) for n in (1, 2, 3)]
+
+    class Recorder:
+        def measure(self, job: Job, *, eager: bool, baselines: bool) -> Row:
+            done.append(("time", job.case.batch))
+            return row(case=job.case, cpu=Time(40.0, 1.0) if eager else None)
+
+        def launches(self, job: Job) -> int:
+            done.append(("launches", job.case.batch))
+            return 10 + job.case.batch
+
+    wants = {jobs[1]: frozenset[str]()}
+    rows = _measure_all(Recorder(), jobs, Console(quiet=True), wants, False)  # type: ignore[arg-type]
+    assert done == [("time", 1), ("time", 2), ("time", 3), ("launches", 1), ("launches", 3)]
+    assert [rows[job].launches for job in jobs] == [11, None, 13]
+
+
 def test_compare_results_launches_and_cpu():
     wrong = row(status="wrong", graph=None)
     assert [v.regression for v in compare(run(row()), run(wrong)).verdicts] == [True]

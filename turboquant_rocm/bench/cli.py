@@ -398,6 +398,9 @@ def _measure_all(
                 job, eager="eager" in want, baselines=baselines and "baselines" in want
             )
             progress.advance(task)
+        for job, row in rows.items():
+            if row.cpu is not None:
+                rows[job] = replace(row, launches=harness.launches(job))
     return rows
 
 
