@@ -32,8 +32,8 @@ import torch
 from .continuation import _attend, _merge
 from .layouts import Layout
 from .layouts.views import checked_device, field_view
-from .ops import BoundLayer, PagedCache
-from .spec import LayerSpec, SpecError, checked_int
+from .ops import BoundLayer, PagedCache, _expect
+from .spec import LayerSpec, SpecError, checked_int, is_number
 
 __all__ = ["CompressedKVStore", "exact_row_bytes", "packed_pages", "store_bytes"]
 
@@ -359,18 +359,16 @@ class CompressedKVStore:
         Row j sees the first length - q + j + 1 tokens. scale: softmax scale, default the layer's. sinks: [Hq] fp32,
         exactly if the layer has some. With ``return_lse`` also lse [B, q, Hq] fp32, sinks included.
         """
-        layer = self.bound.layer
-        if query.dim() != 4 or (query.shape[0], *query.shape[2:]) != (
-            self.batch,
-            layer.num_heads,
-            layer.head_size,
-        ):
-            raise SpecError(
-                "query", tuple(query.shape), f"[{self.batch}, q, {layer.num_heads}, {layer.head_size}]"
-            )
+        layer, device = self.bound.layer, self._ring[0].device
+        shape = (self.batch, None, layer.num_heads, layer.head_size)
+        _expect("query", query, shape, tuple(_DTYPES.values()), device, "[B, q, Hq, D]")
         queries = checked_int("query tokens", query.shape[1], 1, max(1, self._length))
         if layer.sinks != (sinks is not None):
             raise SpecError("sinks", sinks is not None, f"{layer.sinks}: as this layer was bound")
+        if sinks is not None:
+            _expect("sinks", sinks, (layer.num_heads,), (torch.float32,), device, "[Hq]")
+        if scale is not None and not is_number(scale):
+            raise SpecError("scale", scale, "a finite number > 0")
         scale = layer.softmax_scale if scale is None else scale
         out = torch.zeros((*query.shape[:3], layer.value_size), dtype=torch.float32, device=self.device)
         lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=self.device)

@@ -449,6 +449,14 @@ def test_bad_calls_write_nothing():
         store.attend(query.expand(1, 21, 6, 64))
     with pytest.raises(SpecError, match="sinks"):
         store.attend(query, sinks=torch.zeros(6))
+    for count in (1, 3):  # of one query and of several: other routes
+        some = query.expand(1, count, 6, 64)
+        for wrong in (some.to("meta"), some.double()):
+            with pytest.raises(SpecError, match="query"):
+                store.attend(wrong)
+        for scale in (float("nan"), float("inf"), 0.0, -1.0):
+            with pytest.raises(SpecError, match="scale"):
+                store.attend(some, scale=scale)
     for call in (
         lambda: store.truncate(21),
         lambda: store.read(3, 21),
@@ -458,3 +466,8 @@ def test_bad_calls_write_nothing():
         with pytest.raises(SpecError):
             call()
     assert store.length == 20
+    sunk = CompressedKVStore(bound_layer(sinks=True), max_tokens=64, ring_tokens=8)
+    sunk.append(key, value)
+    for sinks in (torch.zeros(3), torch.zeros(1), torch.zeros(6, dtype=torch.bfloat16)):
+        with pytest.raises(SpecError, match="sinks"):
+            sunk.attend(query.expand(1, 3, 6, 64), sinks=sinks)
