@@ -391,10 +391,12 @@ def _run(args: argparse.Namespace, errors: Console) -> Report:
     model, tokenizer = load_model(args.model, device, dtype), load_tokenizer(args.model)
     ids = tokenizer(text, add_special_tokens=False).input_ids
     most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 40
-    for name, length in (
-        ("--context", args.context),
-        *(("--needle-lengths", n) for n in args.needle_lengths),
-    ):
+    lengths = [("--context", args.context)]
+    if "needle" in args.tests:
+        lengths += [("--needle-lengths", n) for n in args.needle_lengths]
+    if "layers" in args.tests:
+        lengths.append(("--layer-tokens", layer_tokens))
+    for name, length in lengths:
         if length > most:
             raise SpecError(name, length, f"at most the model's {most} positions")
     statistics = _key_statistics(args, model, ids, [c[1] for c in (*caches.values(), *more.values()) if c])

@@ -763,6 +763,8 @@ def test_broken_limits_are_an_exit_code(
         (["--presets", "3bit_nc+recent=x"], "cache option='recent=x'"),
         (["--text", "/nowhere"], "--text='/nowhere'"),
         (["--context", "4096"], "--context=4096"),
+        (["--tests", "needle", "--needle-lengths", "64", "1025"], "--needle-lengths=1025"),
+        (["--tests", "layers", "--layer-tokens", "1025"], "--layer-tokens=1025"),
         (["--windows", "500"], "text='2500 tokens'"),
         (["--windows", "4", "--presets", "3bit_nc+key_mean"], "--text='2500 tokens'"),
         (["--json", "/nowhere/x"], "--json="),
@@ -800,6 +802,23 @@ def test_wrong_arguments_are_named(
 ):
     assert run([*arguments, *more]) == 2
     assert what in capsys.readouterr().err
+
+
+def test_a_model_of_few_positions(arguments: list[str], monkeypatch: pytest.MonkeyPatch):
+    """Lengths of tests that do not run, here the 1,024 tokens of needles, are no reason to refuse it."""
+    from turboquant_rocm import evaluate
+
+    load = evaluate.load_model
+
+    def short(*args: Any) -> Any:
+        model = load(*args)
+        model.config.max_position_embeddings = 512
+        return model
+
+    monkeypatch.setattr(evaluate, "load_model", short)
+    base = [*arguments, "--presets", "fp8", "--tests"]
+    assert run([*base, "text"]) == 0
+    assert run([*base, "text", "needle"]) == 2
 
 
 @pytest.mark.parametrize("more", [["--skip-layers", "a"], ["--context", "1"], ["--tests", "speed"]])
