@@ -119,7 +119,7 @@ SOURCE = [
     _s("step without its floor", "store", "tl.maximum(high - low, _MIN_STEP * LEVELS)", "(high - low)",
        options={"hostile": True}),
     _s("norm not clamped", "store", "tl.minimum(norm, _FP16_MAX)", "norm + 0.0", options={"hostile": True}),
-    _s("values not clamped", "store", "x = tl.minimum(tl.maximum(x, -_FP16_MAX), _FP16_MAX)", "x = x + 0.0",
+    _s("values not clamped", "store", "return tl.minimum(tl.maximum(x, -_FP16_MAX), _FP16_MAX)", "return x + 0.0",
        options={"hostile": True}),
     _s("fp8 rounds half up", "store", "m + 0x7FFFF + ((m >> 20) & 1)", "m + 0x80000", preset="turboquant_k8v4"),
     _s("rotation not scaled", "store", "_bucketize(y * ROT_SCALE,", "_bucketize(y * (ROT_SCALE * 1.01),"),
