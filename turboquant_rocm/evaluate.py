@@ -416,6 +416,8 @@ def _run(args: argparse.Namespace, errors: Console) -> Report:
             tried.append(scheme)
         else:
             left_out[name] = "no backend with kernels declares it for every layer"
+    if args.recommend:
+        _check_budget([*schemes, *tried], model.config, args.recommend, args.context)
     hidden = _hidden(args, ids, tokenizer)
     columns = (
         TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
@@ -443,6 +445,21 @@ def _run(args: argparse.Namespace, errors: Console) -> Report:
         "transformers": transformers.__version__,
     }  # fmt: skip
     return Report(conditions, rows, chosen)
+
+
+def _check_budget(schemes: Sequence[Scheme], config: Any, budget: int, context: int) -> None:
+    """SpecError if no mixture of ``schemes`` keeps the budget: said before all is measured, which takes long."""
+    from .evaluation.schemes import exact_bytes, model_layers
+
+    full = {layer.index: float(exact_bytes(layer)) for layer in model_layers(config)}
+    rows = [Row(EXACT, sum(full.values()))]
+    for s in schemes:
+        free = [
+            LayerCost(layer, 0.0, None, s.by_layer[layer], full[layer], s.beside.get(layer, 0.0))
+            for layer in s.layers
+        ]
+        rows.append(Row(s.name, s.bytes_per_token, layers=tuple(free)))
+    recommend(rows, budget, context)
 
 
 def _verified(

@@ -804,6 +804,23 @@ def test_wrong_arguments_are_named(
     assert what in capsys.readouterr().err
 
 
+def test_a_budget_is_refused_before_anything_is_measured(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    from turboquant_rocm import evaluate
+
+    def measured(*args: Any, **more: Any) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(evaluate.Evaluation, "compare", measured)
+    # three layers of two KV heads of 52 bytes
+    asked = [*arguments, "--presets", "3bit_nc+rotated_values", "3bit_nc", "--recommend"]
+    assert run([*asked, "311"]) == 2
+    assert "--recommend=311 (wants at least 312 bytes" in capsys.readouterr().err
+    with pytest.raises(AssertionError, match="measured"):
+        run([*asked, "312"])
+
+
 def test_a_model_of_few_positions(arguments: list[str], monkeypatch: pytest.MonkeyPatch):
     """Lengths of tests that do not run, here the 1,024 tokens of needles, are no reason to refuse it."""
     from turboquant_rocm import evaluate
