@@ -60,7 +60,8 @@ def problem(arch: str, layout: str, preset: str, head_size: int, splits: int = 2
         key, value = (gaussian((n, 2, head_size), g, torch.bfloat16) for _ in range(2))
     if growing:
         value = (value * torch.logspace(-3, 3, n, base=2.0)[:, None, None]).to(value.dtype)
-    value = value + 0.5  # so that a lost zero point shows
+    if not hostile:  # a tiny spread must stay one
+        value = value + 0.5  # so that a lost zero point shows
     query = gaussian((3, 8, head_size), g, torch.bfloat16)
     cache_ = plain.allocate(blocks, "cpu", fill=FILL)
     index = torch.cat(slots)
