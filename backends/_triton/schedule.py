@@ -40,11 +40,15 @@ def visible_tiles(
     T: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Tiles of T tokens that the last token of a sequence sees, counted from the group of 16 in which they begin."""
+    """Tiles of T tokens that the last token of a sequence sees, counted from the group of 16 in which they begin.
+
+    None where their number overflows, as decode finds without a schedule: such a length is no length of a sequence, but
+    a negative number of pieces would be written in front of the schedule.
+    """
     end = tl.maximum(seq_len, 0)
     if WINDOW:
         end = end - tl.maximum(seq_len - window, 0) // 16 * 16
-    return (end + T - 1) // T
+    return tl.maximum((end + T - 1) // T, 0)
 
 
 @triton.jit

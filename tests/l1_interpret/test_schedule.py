@@ -5,9 +5,19 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
+import triton
+import triton.language as tl
 
-from tests.decode_checks import LAYOUTS, PRESETS, Case, Config, check
+from tests.decode_checks import LAYOUTS, PRESETS, Case, Config, check, decode, set_up
 from tests.schedule_checks import check_schedule
+from turboquant_rocm.backends._triton.schedule import visible_tiles
+
+
+@triton.jit
+def tiles_kernel(seq_lens_ptr, tiles_ptr, window, T: tl.constexpr, WINDOW: tl.constexpr):
+    i = tl.arange(0, 4)
+    tl.store(tiles_ptr + i, visible_tiles(tl.load(seq_lens_ptr + i), window, T, WINDOW))
 
 
 def test_equal_lengths_are_cut_equally(device):
@@ -59,3 +69,24 @@ def test_decode_with_everything(device):
     config = Config(window=True, sinks=True, soft_cap=30.0, group=5, heads=3, block_size=48)
     check(config, Case((5, 200, 0, 33), window=40, splits=3, cut=True), device)
     check(Config(group=1, sinks=True), Case((400, 3, 3), splits=4, cut=True), device)
+
+
+@pytest.mark.parametrize(("window", "last"), [(0, 0), (100, 4)])
+def test_tiles_are_never_negative(window, last, device):
+    lens = torch.tensor([-(2**31), -1, 33, 2**31 - 1], dtype=torch.int32, device=device)
+    tiles = torch.full_like(lens, -1)
+    tiles_kernel[(1,)](lens, tiles, window, 32, window > 0)
+    assert tiles.tolist() == [0, 0, 2, last]
+
+
+def test_a_length_that_is_none_harms_no_other_sequence(device):
+    """With a schedule and without, the largest int32 is read as nothing."""
+    for cut in (False, True):
+        case = Case((50, 33, 80), splits=3, cut=cut)
+        setup = set_up(Config(group=2, heads=1), case, device)
+        setup.bound.checks = "shapes"
+        want, _ = decode(setup, case)
+        setup.lens[1] = 2**31 - 1
+        out, lse = decode(setup, case)
+        assert torch.equal(out[::2], want[::2])
+        assert bool((out[1] == 0).all()) and bool((lse[1] == float("-inf")).all())
