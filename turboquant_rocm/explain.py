@@ -25,8 +25,9 @@ from typing import Any, Final, NoReturn
 from .backends import get_backend
 from .dispatch import Policy
 from .modelspec import bundled_models, load_model
+from .options import parse_cache
 from .planning import DEFAULT_BLOCK_SIZE, DEFAULT_PRESET, Plan, Question, answer_question
-from .presets import get_preset, preset_names
+from .presets import preset_names
 from .report.document import SCHEMA_VERSION, Document, matrix_document, plan_document, support_document
 from .spec import AttentionKind, Dtype, ModelSpec, SpecError
 from .target import get_target, target_names, targets
@@ -80,7 +81,12 @@ def _parser() -> _Parser:
         action="store_true",
         help="a matrix of models (MODEL, or all bundled ones) and targets",
     )
-    add("--preset", default=DEFAULT_PRESET, metavar="P", help=f"one of: {', '.join(preset_names())}")
+    add(
+        "--preset",
+        default=DEFAULT_PRESET,
+        metavar="P",
+        help=f"one of: {', '.join(preset_names())}; behind it options of the cache, as in 3bit_nc+recent=128+key_mean",
+    )
     add(
         "--block-size",
         default=str(DEFAULT_BLOCK_SIZE),
@@ -197,7 +203,7 @@ def _answer(options: argparse.Namespace, model: ModelSpec, arch: str, policy: Po
         Question(
             model=model,
             target=get_target(arch),
-            preset=get_preset(options.preset),
+            preset=parse_cache(options.preset)[0],
             block_size=_integer("block_size", options.block_size),
             tp=_integer("tp", options.tp, high=1 << 16),
             policy=policy,
@@ -220,7 +226,7 @@ def _matrix(options: argparse.Namespace, names: Sequence[str], policy: Policy) -
     for name, value in (("--expect", options.expect), ("--memory", options.memory)):
         if value is not None:
             raise SpecError(name, value, "one MODEL and one --target")
-    get_preset(options.preset)
+    parse_cache(options.preset)
     rows = []
     for name in names:
         model = load_model(name)
@@ -259,7 +265,12 @@ def _document(options: argparse.Namespace) -> Document:
     if options.all_targets or options.target is None:
         return _matrix(options, [options.model], policy)
     answer = _answer(options, load_model(options.model), options.target, policy)
-    return plan_document(answer, expected=options.expect, every_change=options.format == "json")
+    return plan_document(
+        answer,
+        expected=options.expect,
+        every_change=options.format == "json",
+        options=parse_cache(options.preset)[1],
+    )
 
 
 # ---- printing -------------------------------------------------------------------------------------------

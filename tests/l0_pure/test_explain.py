@@ -26,6 +26,7 @@ from turboquant_rocm.backends import backends, get_backend
 from turboquant_rocm.eligibility import Code, Request
 from turboquant_rocm.explain import FORMATS, main, run
 from turboquant_rocm.modelspec import bundled_models
+from turboquant_rocm.options import parse_cache
 from turboquant_rocm.packages import Environment
 from turboquant_rocm.pages import PageGroup, unify
 from turboquant_rocm.planning import LayerPlan, Question, Role, answer_question, plan, ranges
@@ -180,6 +181,44 @@ def test_the_flydsl_profile(arch: str):
         "dtype": "one of bf16, fp16",
         "position_bias": "none",
     }
+
+
+def test_options_behind_the_name_of_a_preset():
+    """What a cache makes of them, layer by layer; without them the document is as before."""
+    preset = "3bit_nc+rotated_values+recent=128+first=4+key_mean"
+    doc = document(f"llama-3.1-8b --target gfx942 --preset {preset}")
+    group = inner(doc)
+    assert (doc["preset"], doc["options"]) == (
+        "turboquant_3bit_nc+rotated_values", "+recent=128+first=4+key_mean",
+    )  # fmt: skip
+    assert group["backend"] == "triton_rotated"
+    options = parse_cache(preset)[1]
+    assert group["options"] == {
+        "refused": [], "exact_tokens": options.exact_tokens, "exact_bytes": options.exact_tokens * 8 * 256 * 2,
+    }  # fmt: skip
+    assert options.exact_tokens >= 132
+    assert (
+        f"up to {options.exact_tokens} exact tokens"
+        in explain(f"llama-3.1-8b --target gfx942 --preset {preset} --width 200")[1]
+    )
+    assert (
+        "with the options" in explain("llama-3.1-8b --target sm_90 --preset 4bit_nc+key_mean --width 200")[1]
+    )
+
+    doc = document("gemma-2-9b --target sm_90 --preset 4bit_nc+recent=64+key_mean")
+    codes = {
+        group["layer"]["window"]: [refusal["code"] for refusal in group["options"]["refused"]]
+        for group in doc["groups"]
+        if group["backend"]
+    }
+    assert codes == {4096: ["window", "soft_cap"], None: ["soft_cap"]}
+    text = explain("gemma-2-9b --target sm_90 --preset 4bit_nc+recent=64+key_mean --width 220")[1]
+    assert "without the options: window=4096" in text and "cannot have the options: soft_cap=50.0" in text
+
+    plain = document("llama-3.1-8b --target gfx942 --preset 3bit_nc")
+    assert "options" not in plain and "options" not in inner(plain)
+    with pytest.raises(SpecError, match=r"recnt=128.*recent=N"):
+        explain("llama-3.1-8b --target gfx942 --preset 3bit_nc+recnt=128")
 
 
 def test_deepseek_is_refused_with_the_reason():

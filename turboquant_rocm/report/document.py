@@ -10,9 +10,9 @@ from typing import Any, Final
 
 from .. import __version__
 from ..backends import Backend, backends, get_backend
-from ..dispatch import Policy
+from ..dispatch import Decision, Policy
 from ..eligibility import Code, Refusal, Request, show
-from ..options import OPTIONS, Option
+from ..options import OPTIONS, CacheOptions, Option
 from ..planning import Group, LayerPlan, Plan, Question, Role, ranges
 from ..presets import presets
 from ..spec import LayerSpec, ModelSpec, SpecError, Target
@@ -102,10 +102,24 @@ def _prefill(entry: LayerPlan) -> Document | None:
     }
 
 
-def _group(question: Question, group: Group, every_change: bool) -> Document:
+def _options(options: CacheOptions, decision: Decision) -> Document:
+    """Whether the layers of a decision can have the options, and what exact tokens take per layer and sequence."""
+    layer = decision.layer
+    request = Request(layer, decision.target, decision.preset, decision.block_size)
+    refused = options.refusals(request)
+    width = layer.num_kv_heads * (layer.head_size + layer.value_size)
+    return {
+        "refused": [_refusal(refusal) for refusal in refused],
+        "exact_tokens": 0 if refused else options.exact_tokens,
+        "exact_bytes": 0 if refused else options.exact_tokens * width * 2,
+    }
+
+
+def _group(question: Question, group: Group, every_change: bool, options: CacheOptions) -> Document:
     entry = group.first
     decision = entry.decision
     return {
+        **({"options": _options(options, decision)} if options and decision else {}),
         "layers": list(group.layers),
         "ranges": ranges(group.layers),
         "count": len(group.layers),
@@ -164,8 +178,15 @@ def _expect(plan: Plan, expected: str | None) -> Document | None:
     return {"backend": expected, "met": served and not missed, "missed_layers": missed}
 
 
-def plan_document(plan: Plan, *, expected: str | None = None, every_change: bool = True) -> Document:
-    """The document of one plan. every_change: list all changes that help, not only the smallest."""
+def plan_document(
+    plan: Plan,
+    *,
+    expected: str | None = None,
+    every_change: bool = True,
+    options: CacheOptions = CacheOptions(),  # noqa: B008 - frozen
+) -> Document:
+    """The document of one plan. every_change: list all changes that help, not only the smallest. options: of the cache,
+    told for every group of layers that a backend serves."""
     question, pages = plan.question, plan.pages
     expect = _expect(plan, expected)
     code = 1 if plan.refused else 2 if expect is not None and not expect["met"] else 0
@@ -178,7 +199,8 @@ def plan_document(plan: Plan, *, expected: str | None = None, every_change: bool
         "block_size": question.block_size,
         "policy": _policy(question.policy),
         "backends": [b.name for b in backends() if b.automatic],
-        "groups": [_group(question, group, every_change) for group in plan.groups],
+        **({"options": str(options)} if options else {}),
+        "groups": [_group(question, group, every_change, options) for group in plan.groups],
         "pages": {
             "rule": pages.rule,
             "page_bytes": pages.page_bytes,

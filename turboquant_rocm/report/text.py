@@ -55,6 +55,20 @@ def _why(refused: Document) -> str:
     return ", ".join(reason["text"] for reason in refused["reasons"])
 
 
+def _options(group: Document) -> Iterator[str]:
+    """What becomes of the options of the cache in a group of layers."""
+    if "options" in group:
+        found = group["options"]
+        if found["refused"]:  # a cache leaves options out where there is a window, and refuses other layers
+            windowed = any(reason["code"] == "window" for reason in found["refused"])
+            what = "without the options" if windowed else "cannot have the options"
+            yield f"{what}: {_why({'reasons': found['refused']})}"
+        elif found["exact_tokens"]:
+            yield f"up to {found['exact_tokens']} exact tokens, {found['exact_bytes']:,} B per layer and sequence"
+        else:
+            yield "with the options"
+
+
 def to_get_it(group: Document, refused: Document) -> str:
     """The smallest change that gets a refused backend for the layers of ``group``, in a few words."""
     if group["shares_cache"]:
@@ -72,7 +86,8 @@ def to_get_it(group: Document, refused: Document) -> str:
 def _plan(doc: Document) -> Iterator[Table]:
     model, target = doc["model"], doc["target"]
     where = f"{target['arch']} ({target['name']}{', this machine' if target['local'] else ''})"
-    head = f"{model['name']}: {model['layers']} layers on {where}, {doc['preset']}, block {doc['block_size']}"
+    preset = doc["preset"] + doc.get("options", "")
+    head = f"{model['name']}: {model['layers']} layers on {where}, {preset}, block {doc['block_size']}"
     if model["tp"] > 1:
         head += f", tp {model['tp']}"
     yield (head, [], [])
@@ -96,7 +111,9 @@ def _plan(doc: Document) -> Iterator[Table]:
                 backend_text(group),
                 group["layout"] or "",
                 (prefill["route"] or "none") if prefill else "",
-                group["reason"] or "; ".join(group["layer"]["notes"]),
+                "; ".join([group["reason"] or "; ".join(group["layer"]["notes"]), *_options(group)]).strip(
+                    "; "
+                ),
             ]
         )
         for refused in group["refused"]:
