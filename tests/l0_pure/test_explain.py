@@ -183,6 +183,19 @@ def test_the_flydsl_profile(arch: str):
     }
 
 
+@pytest.mark.parametrize("arch", ["gfx942", "sm_90"])
+def test_a_backend_on_request_is_named_where_no_other_serves(arch: str):
+    command = f"llama-3.1-8b --target {arch} --preset prod_k3v4"
+    (group,) = [g for g in document(command)["groups"] if g["role"] == "refused"]
+    assert (group["backend"], group["on_request"]) == (None, ["triton_prod"])
+    assert "on request: --force triton_prod" in explain(f"{command} --width 200")[1]
+    forced = inner(document(f"{command} --force triton_prod"))
+    assert forced["backend"] == "triton_prod" and "on_request" not in forced
+    assert "on_request" not in inner(document(f"llama-3.1-8b --target {arch} --preset 4bit_nc"))
+    elsewhere = document("llama-3.1-8b --target gfx90a --preset prod_k3v4")["groups"]
+    assert not any("on_request" in group for group in elsewhere)
+
+
 def test_options_behind_the_name_of_a_preset():
     """What a cache makes of them, layer by layer; without them the document is as before."""
     preset = "3bit_nc+rotated_values+recent=128+first=4+key_mean"

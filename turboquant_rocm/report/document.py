@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from .. import __version__
 from ..backends import Backend, backends, get_backend
-from ..dispatch import Decision, Policy
-from ..eligibility import Code, Refusal, Request, show
+from ..dispatch import Policy
+from ..eligibility import Code, OneOf, Refusal, Request, show
 from ..options import OPTIONS, CacheOptions, Option
 from ..planning import Group, LayerPlan, Plan, Question, Role, ranges
 from ..presets import presets
@@ -102,10 +102,9 @@ def _prefill(entry: LayerPlan) -> Document | None:
     }
 
 
-def _options(options: CacheOptions, decision: Decision) -> Document:
-    """Whether the layers of a decision can have the options, and what exact tokens take per layer and sequence."""
-    layer = decision.layer
-    request = Request(layer, decision.target, decision.preset, decision.block_size)
+def _options(options: CacheOptions, request: Request) -> Document:
+    """Whether a layer can have the options, and what its exact tokens take per sequence."""
+    layer = request.layer
     refused = options.refusals(request)
     width = layer.num_kv_heads * (layer.head_size + layer.value_size)
     return {
@@ -115,11 +114,28 @@ def _options(options: CacheOptions, decision: Decision) -> Document:
     }
 
 
+def _on_request(question: Question, entry: LayerPlan) -> list[str]:
+    """Backends made for the target that would serve a layer which no other does, and are chosen only when asked for."""
+    if entry.backend is not None or not entry.reasons or question.policy.force is not None:
+        return []
+    request = question.request(entry.layer)
+    return [
+        b.name
+        for b in backends()
+        if b.ready
+        and not b.automatic
+        and any(isinstance(need, OneOf) and need.code is Code.ARCH for need in b.requires)
+        and not b.refusals(request)
+    ]
+
+
 def _group(question: Question, group: Group, every_change: bool, options: CacheOptions) -> Document:
     entry = group.first
     decision = entry.decision
+    on_request = _on_request(question, entry)
     return {
-        **({"options": _options(options, decision)} if options and decision else {}),
+        **({"on_request": on_request} if on_request else {}),
+        **({"options": _options(options, question.request(entry.layer))} if options and decision else {}),
         "layers": list(group.layers),
         "ranges": ranges(group.layers),
         "count": len(group.layers),

@@ -55,8 +55,10 @@ def _why(refused: Document) -> str:
     return ", ".join(reason["text"] for reason in refused["reasons"])
 
 
-def _options(group: Document) -> Iterator[str]:
-    """What becomes of the options of the cache in a group of layers."""
+def _remarks(group: Document) -> Iterator[str]:
+    """Backends that a group of layers would get on request, and what becomes of the options of the cache in it."""
+    if "on_request" in group:
+        yield f"on request: {' or '.join(f'--force {name}' for name in group['on_request'])}"
     if "options" in group:
         found = group["options"]
         if found["refused"]:  # a cache leaves options out where there is a window, and refuses other layers
@@ -111,7 +113,7 @@ def _plan(doc: Document) -> Iterator[Table]:
                 backend_text(group),
                 group["layout"] or "",
                 (prefill["route"] or "none") if prefill else "",
-                "; ".join([group["reason"] or "; ".join(group["layer"]["notes"]), *_options(group)]).strip(
+                "; ".join([group["reason"] or "; ".join(group["layer"]["notes"]), *_remarks(group)]).strip(
                     "; "
                 ),
             ]
