@@ -70,6 +70,11 @@ _JOINS = ((8, 8, 1, 1), (64, 64, 2, 4), (MAX_SPLITS, 64, 4, 4))
 A row waits for as many reads in turn as it has chunks of splits, so many splits take wide chunks of few numbers."""
 
 
+def _joined(most: int) -> list[int]:
+    """A number of splits for each way of joining that up to ``most`` splits need: shorter contexts have fewer."""
+    return [fewer + 1 for fewer, *_ in ((1,), *_JOINS) if fewer < most]
+
+
 def target_kind(vendor: str) -> str:
     """Which device functions to use: "cuda", "hip", or "portable" under the interpreter."""
     if triton.knobs.runtime.interpret:
@@ -511,7 +516,6 @@ class TritonOps:
         plan = self.plan
         self._load_matrix(device, True)
         space = workspace or default_workspace(device)
-        units = _compute_units(device)
         tiling = [(plan.columns(n), plan.column_tiles(n)) for n in range(1, max_query_len + 1)]
         # of the lengths with as many tiles, and so as many splits, the longest has the most rows
         fills = [n for n in range(1, max_query_len) if tiling[n - 1] != tiling[n]]
@@ -524,14 +528,16 @@ class TritonOps:
             for length in lengths:
                 columns = plan.columns(length)
                 rows = batch * length * self.layer.num_heads
-                for single in (False, True) if length == 1 else (False,):
-                    splits, pieces, _ = self._split(plan, batch, max_context, length, single, device)
-                    most_pieces = max(most_pieces, splits if pieces else 0)
-                    numbers = schedule_size(pieces, batch) if pieces else 0
-                    nbytes = max(
-                        nbytes, space.needed(rows, plan.key.columns, splits, plan.value.rows, numbers)
-                    )
-                splits = self.fixed_splits or plan.splits(batch, max_context, length, units)
+                splits, _, _ = self._split(plan, batch, max_context, length, False, device)
+                nbytes = max(nbytes, space.needed(rows, plan.key.columns, splits, plan.value.rows))
+                if length == 1:
+                    average, pieces, _ = self._split(plan, batch, max_context, 1, True, device)
+                    if pieces:
+                        most_pieces = max(most_pieces, average)
+                        numbers = schedule_size(pieces, batch)
+                        nbytes = max(
+                            nbytes, space.needed(rows, plan.key.columns, average, plan.value.rows, numbers)
+                        )
                 most_splits = max(most_splits, splits)
                 modes |= {(columns, multi, s == 1) for multi in {length > 1, True} for s in {1, splits}}
                 if length == 1:
@@ -548,10 +554,8 @@ class TritonOps:
                     for early in (False, True) if plan.pdl else (False,):
                         constants = plan.decode_constants(columns, multi, False, False, early)
                         compiled.append(self._compile(decode_kernel, constants, {}))
-                    for fewer, *_ in ((1,), *_JOINS):  # shorter contexts have fewer splits
-                        if fewer >= most_splits:
-                            break
-                        constants = plan.reduce_constants(multi, write, fewer + 1)
+                    for splits in _joined(most_splits):
+                        constants = plan.reduce_constants(multi, write, splits)
                         compiled.append(self._compile(reduce_kernel, constants, {"out_ptr": dtype}))
         if most_pieces:
             columns = plan.columns(1)
@@ -560,10 +564,8 @@ class TritonOps:
             constants = plan.decode_constants(columns, False, False, False, cut=True)
             compiled.append(self._compile(decode_kernel, constants, {}))
             for write in some_lse:
-                for fewer, *_ in ((1,), *_JOINS):
-                    if fewer >= most_pieces:
-                        break
-                    constants = plan.reduce_constants(False, write, fewer + 1, True)
+                for splits in _joined(most_pieces):
+                    constants = plan.reduce_constants(False, write, splits, True)
                     compiled.append(self._compile(reduce_kernel, constants, {"out_ptr": dtype}))
         return len({id(kernel) for kernel in compiled})
 
