@@ -33,9 +33,10 @@ from .continuation import _attend, _merge
 from .layouts import Layout
 from .layouts.views import checked_device, field_view
 from .ops import BoundLayer, PagedCache, _expect
-from .spec import LayerSpec, SpecError, checked_int, is_number
+from .options import exact_row_bytes
+from .spec import SpecError, checked_int, is_number
 
-__all__ = ["CompressedKVStore", "exact_row_bytes", "packed_pages", "store_bytes"]
+__all__ = ["CompressedKVStore", "packed_pages", "store_bytes"]
 
 _DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _CHUNK: Final = 2048  # packed tokens dequantised at once, of each sequence
@@ -48,11 +49,6 @@ def packed_pages(layout: Layout, packed_tokens: int, max_tokens: int) -> int:
     if not need:
         return 0
     return min(1 << (need - 1).bit_length(), -(-max_tokens // layout.block_size))
-
-
-def exact_row_bytes(layer: LayerSpec, itemsize: int) -> int:
-    """Bytes of a token of one layer as plain keys and values of ``itemsize`` bytes an element."""
-    return layer.num_kv_heads * (layer.head_size + layer.value_size) * itemsize
 
 
 def store_bytes(

@@ -13,9 +13,9 @@ from typing import Final
 
 from .eligibility import Code, Refusal, Request, Requirement, Without, refusals
 from .presets import get_preset
-from .spec import ROTATED_VALUES, Preset, SpecError, checked_int
+from .spec import ROTATED_VALUES, LayerSpec, Preset, SpecError, checked_int
 
-__all__ = ["EXACT", "OPTIONS", "OPTION_SETS", "CacheOptions", "Option", "parse_cache"]
+__all__ = ["EXACT", "OPTIONS", "OPTION_SETS", "CacheOptions", "Option", "exact_row_bytes", "parse_cache"]
 
 _MOST: Final = 1 << 24
 _KEY_MEAN: Final = "key_mean"
@@ -116,6 +116,11 @@ class CacheOptions:
     def exact_tokens(self) -> int:
         """Most tokens of a sequence that are exact at once."""
         return self.first + (self.recent + self.flush - 1 if self.recent else 0)
+
+
+def exact_row_bytes(layer: LayerSpec, itemsize: int) -> int:
+    """Bytes of a token of one layer as plain keys and values of ``itemsize`` bytes an element."""
+    return layer.num_kv_heads * (layer.head_size + layer.value_size) * itemsize
 
 
 def parse_cache(text: str) -> tuple[Preset, CacheOptions]:

@@ -12,13 +12,12 @@ from typing import Any, Final
 
 import torch
 
-from ..compressed_store import exact_row_bytes
 from ..dispatch import IneligibleError
 from ..evaluate import load_model, load_tokenizer, read_text
 from ..evaluation.schemes import model_layers
 from ..integrations.capture import ShadowLayer, StoreCache, open_cache
 from ..integrations.transformers import ATTENTION, PackedLayer, TurboQuantCache, cache_bytes
-from ..options import parse_cache
+from ..options import exact_row_bytes, parse_cache
 from ..spec import LayerSpec, SpecError, Target
 from .ab import BASELINE, BIT_IDENTICAL, AbRow, Arm
 from .timing import summary

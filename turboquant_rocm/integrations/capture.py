@@ -34,8 +34,9 @@ require("transformers")
 import torch  # noqa: E402
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer  # noqa: E402
 
-from ..compressed_store import CompressedKVStore, exact_row_bytes, store_bytes  # noqa: E402
+from ..compressed_store import CompressedKVStore, store_bytes  # noqa: E402
 from ..ops import BoundLayer, Checks, bind  # noqa: E402
+from ..options import exact_row_bytes  # noqa: E402
 from ..planning import DEFAULT_PRESET, LayerPlan  # noqa: E402
 from ..spec import AttentionKind, Preset, SpecError, checked_int, checked_member  # noqa: E402
 from . import transformers as packed  # noqa: E402

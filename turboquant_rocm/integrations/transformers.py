@@ -42,13 +42,13 @@ from transformers.cache_utils import (  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask  # noqa: E402
 
-from ..compressed_store import CompressedKVStore, exact_row_bytes, store_bytes  # noqa: E402
+from ..compressed_store import CompressedKVStore, store_bytes  # noqa: E402
 from ..continuation import _attend, _merge, attend_prefill  # noqa: E402
 from ..dispatch import IneligibleError, Policy  # noqa: E402
 from ..eligibility import Code, Request  # noqa: E402
 from ..modelspec import model_from_config  # noqa: E402
 from ..ops import BoundLayer, Checks, PagedCache, bind  # noqa: E402
-from ..options import EXACT, CacheOptions, parse_cache  # noqa: E402
+from ..options import EXACT, CacheOptions, exact_row_bytes, parse_cache  # noqa: E402
 from ..planning import DEFAULT_BLOCK_SIZE, DEFAULT_PRESET, LayerPlan, Plan, Role, plan, ranges  # noqa: E402
 from ..spec import Dtype, Preset, SpecError, Target, checked_int  # noqa: E402
 from ..target import get_target  # noqa: E402

@@ -12,7 +12,7 @@ from .. import __version__
 from ..backends import Backend, backends, get_backend
 from ..dispatch import Policy
 from ..eligibility import Code, OneOf, Refusal, Request, show
-from ..options import OPTIONS, CacheOptions, Option
+from ..options import OPTIONS, CacheOptions, Option, exact_row_bytes
 from ..planning import Group, LayerPlan, Plan, Question, Role, ranges
 from ..presets import presets
 from ..spec import LayerSpec, ModelSpec, SpecError, Target
@@ -104,13 +104,12 @@ def _prefill(entry: LayerPlan) -> Document | None:
 
 def _options(options: CacheOptions, request: Request) -> Document:
     """Whether a layer can have the options, and what its exact tokens take per sequence."""
-    layer = request.layer
     refused = options.refusals(request)
-    width = layer.num_kv_heads * (layer.head_size + layer.value_size)
+    tokens = 0 if refused else options.exact_tokens
     return {
         "refused": [_refusal(refusal) for refusal in refused],
-        "exact_tokens": 0 if refused else options.exact_tokens,
-        "exact_bytes": 0 if refused else options.exact_tokens * width * 2,
+        "exact_tokens": tokens,
+        "exact_bytes": tokens * exact_row_bytes(request.layer, 2),
     }
 
 
