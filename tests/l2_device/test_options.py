@@ -13,24 +13,23 @@ from tests.option_checks import OPTIONS, check_mixture, check_options
 from turboquant_rocm.options import CacheOptions
 
 
+def check(options: CacheOptions, preset: str, backend: str, device: str, target: Any) -> None:
+    model = build("llama", 64, "fp16").to(device)
+    check_options(model, options, preset, backend=backend, dtype="fp16", target=target)
+
+
 @pytest.mark.backend("triton_soa")
 @pytest.mark.parametrize("preset", ["3bit_nc", "4bit_nc"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_options(options: CacheOptions, preset: str, device: str, target: Any):
-    check_options(
-        build("llama", 64, "fp16").to(device), options, preset, backend="triton_soa", dtype="fp16",
-        target=target,
-    )  # fmt: skip
+    check(options, preset, "triton_soa", device, target)
 
 
 @pytest.mark.backend("triton_rotated")
 @pytest.mark.parametrize("preset", ["3bit_nc+rotated_values", "4bit_nc+rotated_values"])
 @pytest.mark.parametrize("options", [CacheOptions(), OPTIONS[3]], ids=str)
 def test_options_with_rotated_values(options: CacheOptions, preset: str, device: str, target: Any):
-    check_options(
-        build("llama", 64, "fp16").to(device), options, preset, backend="triton_rotated", dtype="fp16",
-        target=target,
-    )  # fmt: skip
+    check(options, preset, "triton_rotated", device, target)
 
 
 @pytest.mark.backend("triton_rotated")
