@@ -327,6 +327,27 @@ def _byte_scores(
 
 
 @triton.jit
+def _query_operand(
+    at_ptr,  # [N] pointers to fp16
+    live,  # [N]
+    N: tl.constexpr,
+    SPAN: tl.constexpr,
+    PIECE: tl.constexpr,  # so many numbers that the lanes of an operand's column own KWIDTH of each
+    KWIDTH: tl.constexpr,
+):
+    """[SPAN, N] fp16, read a piece at a time: then the lanes that read a number are those that own it."""
+    if SPAN <= PIECE:
+        at = at_ptr[None, :] + tl.arange(0, SPAN)[:, None]
+        at = tl.max_contiguous(tl.multiple_of(at, (2 * KWIDTH, 1)), (KWIDTH, 1))
+        out = tl.load(at, live[None, :], 0.0)
+    else:
+        low = _query_operand(at_ptr, live, N, SPAN // 2, PIECE, KWIDTH)
+        high = _query_operand(at_ptr + SPAN // 2, live, N, SPAN // 2, PIECE, KWIDTH)
+        out = tl.reshape(tl.permute(tl.join(low, high), (2, 0, 1)), (SPAN, N))
+    return out
+
+
+@triton.jit
 def _key_operand(
     unit,  # packed codes, a tile of three dimensions
     T: tl.constexpr,
@@ -1016,7 +1037,7 @@ def decode_kernel(
                 + row[None, :] * (2 * KP)
                 + (u * KSPAN + k_index)[:, None]
             )
-            at = tl.max_contiguous(tl.multiple_of(at, (16, 1)), (16, 1))
+            at = tl.max_contiguous(tl.multiple_of(at, (KWIDTH, 1)), (KWIDTH, 1))
             queries = queries + (tl.load(at, live[None, :], 0),)  # [KSPAN, N]
             lower = lower + (tl.load(at + KP, live[None, :], 0),)
             upper_sums = tl.dot(ones, queries[u], upper_sums, out_dtype=tl.int32)
@@ -1028,8 +1049,10 @@ def decode_kernel(
         column_offset = left_out * column_scale
     else:
         for u in tl.static_range(KUNITS):
-            at = query_ptr + row[None, :] * KP + (u * KSPAN + k_index)[:, None]
-            queries = queries + (tl.load(at, live[None, :], 0.0),)  # [KSPAN, N]
+            at = query_ptr + row * KP + u * KSPAN
+            queries = queries + (
+                _query_operand(at, live, N, KSPAN, KSPAN if TARGET == "hip" else 4 * KWIDTH, KWIDTH),
+            )
 
     for _tile in range(tile_low, tile_high):
         # With PREFETCH ``pages`` are those of the next tile, which is read as soon as this one's words have left their
