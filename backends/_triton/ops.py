@@ -64,10 +64,12 @@ ARGUMENTS: Mapping[str, Any] = {
 _ROWS_PER_PREPARE = 16
 MAX_SPLITS = 256
 """Of a sequence."""
+_NEARLY_ALL = 0.98
 _MAX_GRID = 65535  # second dimension of a grid on NVIDIA
-_JOINS = ((8, 8, 1, 1), (64, 64, 2, 4), (MAX_SPLITS, 64, 4, 4))
+_JOINS = ((8, 8, 1, 1), (64, 64, 4, 2), (MAX_SPLITS, 256, 8, 4))
 """How the splits of a row are joined: (up to that many splits, splits read at once, parts of a row, warps of a part).
-A row waits for as many reads in turn as it has chunks of splits, so many splits take wide chunks of few numbers."""
+A row waits for as many reads in turn as it has chunks of splits, so all are read at once, and many splits take parts of
+few numbers."""
 
 
 def _joined(most: int) -> list[int]:
@@ -166,11 +168,11 @@ class DecodePlan:
             base["value_lanes"],
             alignment(layout, "value_data", cache_alignment),
         )
-        # Programmatic dependent launch (sm_90 and later): reduce starts while decode ends, and a decode that is far
-        # from filling the device while prepare ends. Each waits before it reads what the one before it writes; all
-        # else was written before prepare was started, because prepare is launched in the order of the stream. A decode
-        # that fills the device must not: programs that come while others hold registers leave holes between theirs
-        # that fit none, and what would be one wave of programs becomes two.
+        # Programmatic dependent launch (sm_90 and later): reduce starts while decode ends, and a decode that leaves
+        # room for prepare starts together with it. Each waits before it reads what the one before it writes; all else
+        # was written before prepare was started, because prepare is launched in the order of the stream. A decode that
+        # fills the device must not: programs that come while others hold registers leave holes between theirs that
+        # fit none, and what would be one wave of programs becomes two.
         self.pdl = self.kind == "cuda" and int(target.arch.removeprefix("sm_")) >= 90
         self.planes = 0
         if base["int8_keys"] and not preset.fp8_keys and not corrects_norm(layout):
@@ -345,26 +347,35 @@ class DecodePlan:
         choice = self.tuned(self.columns(max_query_len))
         visible = self.visible(max_context, max_query_len)
         programs = batch * self.layer.num_kv_heads * self.column_tiles(max_query_len)
-        wanted = (
-            choice["programs_per_cu"] * compute_units // programs
-        )  # whole waves: never a few programs more
+        capacity = choice["programs_per_cu"] * compute_units
+        wanted = capacity // programs  # whole waves: never a few programs more
+        if self.pdl:  # one split less where that lets decode start early
+            fewer = (capacity - self.room(batch, max_query_len)) // programs
+            if fewer >= _NEARLY_ALL * wanted:
+                wanted = fewer
         longest = -(-visible // max(choice["min_tokens"], choice["tokens"]))
         return max(1, min(wanted, longest, MAX_SPLITS))
+
+    def room(self, batch: int, max_query_len: int) -> int:
+        """How many decode programs find no place while prepare runs: a program of it has the registers of two."""
+        return 2 * -(-batch * max_query_len * self.layer.num_heads // _ROWS_PER_PREPARE)
 
     def early(self, batch: int, splits: int, max_query_len: int, compute_units: int) -> bool:
         """Whether decode, of several splits, leaves so much of the device free that it may start while prepare runs."""
         programs = batch * self.layer.num_kv_heads * self.column_tiles(max_query_len) * splits
         capacity = self.tuned(self.columns(max_query_len))["programs_per_cu"] * compute_units
-        return splits > 1 and 2 * programs <= capacity
+        return splits > 1 and programs + self.room(batch, max_query_len) <= capacity
 
     def cut(self, batch: int, max_context: int, splits: int, compute_units: int) -> int:
         """Room for pieces if a batch of one query token each is to be cut by its lengths, else 0.
 
-        As many as without a schedule; ``cut_pieces`` to a sequence where sequences would not be split. Not where decode
-        starts early: a schedule comes from prepare, and waiting for it costs more than it brings.
+        As many as without a schedule; ``cut_pieces`` to a sequence where sequences would not be split. Not where the
+        shortest splits leave half of the device free: a schedule comes from prepare, and waiting for it costs more than
+        it brings.
         """
         choice = self.tuned(self.columns(1))
-        if batch < 2 or self.early(batch, splits, 1, compute_units):
+        half = choice["programs_per_cu"] * compute_units // 2
+        if batch < 2 or (splits > 1 and batch * self.layer.num_kv_heads * splits <= half):
             return 0
         if splits == 1 and self.visible(max_context, 1) < choice["cut_from"]:
             return 0

@@ -56,6 +56,8 @@ def prepare_kernel(
     T: tl.constexpr,  # tokens of a tile
     WINDOW: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
     program = tl.program_id(0)
     if CUT:
         if program == 0:
@@ -82,8 +84,6 @@ def prepare_kernel(
     down = ((-biased + (254 + TOP)) << 23).to(tl.float32, bitcast=True)  # 2^(TOP - e)
     up = ((biased - TOP) << 23).to(tl.float32, bitcast=True)  # its inverse
     y = y * down[:, None]
-    if PDL:  # not earlier: decode programs that come while these still hold registers crowd on a few units
-        gdc_launch_dependents()
     keep = inside[:, None] & (column < KP)[None, :]
     if INT8:
         up = tl.where(biased == 255, float("nan"), up)  # int8 has no number that says so

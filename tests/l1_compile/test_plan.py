@@ -1,0 +1,66 @@
+"""How many programs a decode is given, and which may start together with the kernel before it: arithmetic only."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+from hypothesis import given  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from tests.cases import layer_spec  # noqa: E402
+from turboquant_rocm import Decision, get_preset, make_layout  # noqa: E402
+from turboquant_rocm.backends._triton.ops import MAX_SPLITS, DecodePlan  # noqa: E402
+from turboquant_rocm.target import get_target  # noqa: E402
+
+UNITS = 132
+
+
+def _plan(arch: str = "sm_90", group: int = 8, preset: str = "4bit_nc") -> DecodePlan:
+    layer, target = layer_spec(128, 8, group, "bf16"), get_target(arch)
+    decision = Decision(layer, target, get_preset(preset), 16, "triton_soa", "soa")
+    layout = make_layout("soa", preset, 128, 8, 16)
+    return DecodePlan(decision, layout, kind="hip" if target.vendor == "amd" else "cuda")
+
+
+def _programs(plan: DecodePlan, batch: int, splits: int, length: int) -> int:
+    return batch * plan.layer.num_kv_heads * plan.column_tiles(length) * splits
+
+
+@given(
+    st.sampled_from(["sm_90", "sm_80", "gfx942"]),
+    st.sampled_from([1, 2, 8, 16]),
+    st.integers(1, 300),
+    st.integers(16, 1 << 18),
+    st.integers(1, 16),
+)
+def test_one_wave_and_room_for_prepare(arch, group, batch, context, length):
+    """Splits never make a second wave of programs, and a decode starts early only where both kernels find room."""
+    plan = _plan(arch, group)
+    splits = plan.splits(batch, context, length, UNITS)
+    capacity = plan.tuned(plan.columns(length))["programs_per_cu"] * UNITS
+    programs = _programs(plan, batch, splits, length)
+    assert 1 <= splits <= MAX_SPLITS
+    assert splits == 1 or programs <= capacity
+    if plan.early(batch, splits, length, UNITS):
+        assert splits > 1
+        assert programs + 2 * (-(-batch * length * plan.layer.num_heads // 16)) <= capacity
+
+
+def test_one_long_sequence_gives_up_a_split_to_start_early():
+    plan = _plan()
+    full = plan.tuned(8)["programs_per_cu"] * UNITS // 8
+    splits = plan.splits(1, 1 << 17, 1, UNITS)
+    assert splits == full - 1
+    assert plan.early(1, splits, 1, UNITS)
+    assert not plan.early(1, full, 1, UNITS)
+
+
+def test_a_batch_that_fills_the_device_waits_and_is_cut():
+    plan = _plan()
+    splits = plan.splits(8, 8192, 1, UNITS)
+    assert _programs(plan, 8, splits, 1) > 0.9 * plan.tuned(8)["programs_per_cu"] * UNITS
+    assert not plan.early(8, splits, 1, UNITS)
+    assert plan.cut(8, 8192, splits, UNITS) == 8 * splits
+    assert plan.cut(8, 256, plan.splits(8, 256, 1, UNITS), UNITS) == 0  # half of the device is left
