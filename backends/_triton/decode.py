@@ -335,10 +335,12 @@ def _query_operand(
     PIECE: tl.constexpr,  # so many numbers that the lanes of an operand's column own KWIDTH of each
     KWIDTH: tl.constexpr,
 ):
-    """[SPAN, N] fp16, read a piece at a time: then the lanes that read a number are those that own it."""
+    """[SPAN, N] fp16, read a piece at a time: then the lanes that read a number are those that own it. Where SPAN is
+    less than PIECE, as the compiler likes."""
     if SPAN <= PIECE:
         at = at_ptr[None, :] + tl.arange(0, SPAN)[:, None]
-        at = tl.max_contiguous(tl.multiple_of(at, (2 * KWIDTH, 1)), (KWIDTH, 1))
+        if SPAN == PIECE:
+            at = tl.max_contiguous(tl.multiple_of(at, (2 * KWIDTH, 1)), (KWIDTH, 1))
         out = tl.load(at, live[None, :], 0.0)
     else:
         low = _query_operand(at_ptr, live, N, SPAN // 2, PIECE, KWIDTH)
@@ -1051,7 +1053,7 @@ def decode_kernel(
         for u in tl.static_range(KUNITS):
             at = query_ptr + row * KP + u * KSPAN
             queries = queries + (
-                _query_operand(at, live, N, KSPAN, KSPAN if TARGET == "hip" else 4 * KWIDTH, KWIDTH),
+                _query_operand(at, live, N, KSPAN, 2 * KSPAN if TARGET == "hip" else 4 * KWIDTH, KWIDTH),
             )
 
     for _tile in range(tile_low, tile_high):

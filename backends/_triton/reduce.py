@@ -69,29 +69,36 @@ def reduce_kernel(
         first_piece, splits = pieces_of(schedule_ptr, token, pieces)
         at_part = first_piece.to(tl.int64) * HQ + head
         step = HQ
-    s = tl.arange(0, MAX_SPLITS)
-    part = tl.load(part_lse_ptr + at_part + s * step, s < splits, float("-inf"))
-    largest = tl.max(part, axis=0)
+    # Most rows of a cut batch have few pieces, one may have all; without a schedule all splits are looked at at once.
+    LOOK: tl.constexpr = 32 if CUT else MAX_SPLITS
+    s = tl.arange(0, LOOK)
+    most = tl.full((LOOK,), float("-inf"), tl.float32)
+    for first in range(0, splits, LOOK):
+        part = tl.load(part_lse_ptr + at_part + (first + s) * step, first + s < splits, float("-inf"))
+        most = tl.maximum(most, part)
+    largest = tl.max(most, axis=0)
     seen = largest > float("-inf")
     largest = tl.where(seen, largest, 0.0)
     if SINKS:
         sink = tl.load(sinks_ptr + head).to(tl.float32) * _LOG2E
         largest = tl.where(seen, tl.maximum(largest, sink), 0.0)
-    total = tl.sum(tl.exp2(part - largest), axis=0)
-    if SINKS:
-        total += tl.exp2(sink - largest)
 
     WIDTH: tl.constexpr = RP2 // PARTS
     r = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     c = tl.arange(0, CHUNK)
     acc = tl.zeros((WIDTH,), tl.float32)
+    total = tl.zeros((CHUNK,), tl.float32)
     for first in range(0, splits, CHUNK):
         chunk = first + c
         lse = tl.load(part_lse_ptr + at_part + chunk * step, chunk < splits, float("-inf"))
         weight = tl.exp2(lse - largest)
+        total += weight
         at = part_ptr + (at_part + chunk * step)[:, None] * RP + r[None, :]
         x = tl.load(at, (lse > float("-inf"))[:, None] & (r < RP)[None, :], 0.0)
         acc += tl.sum(x * weight[:, None], axis=0)
+    total = tl.sum(total, axis=0)
+    if SINKS:
+        total += tl.exp2(sink - largest)
     acc = tl.where(seen, acc / total, 0.0)
 
     SPAN: tl.constexpr = VALUE[1] * VALUE[2]
