@@ -312,9 +312,7 @@ class DecodePlan:
         self, multi: bool, write_lse: bool, splits: int, cut: bool = False
     ) -> dict[str, Any]:
         """Constexprs and options of the reduce kernel."""
-        most, chunk, parts, warps = next(join for join in _JOINS if splits <= join[0])
-        if cut:  # most sequences have about ``splits``, one may have all
-            most = MAX_SPLITS
+        _, chunk, parts, warps = next(join for join in _JOINS if splits <= join[0])
         return {
             "HQ": self.layer.num_heads,
             "DV": self.layout.value_head_size,
@@ -323,7 +321,6 @@ class DecodePlan:
             "RP2": triton.next_power_of_2(self.value.rows),
             "CHUNK": chunk,
             "PARTS": parts,
-            "MAX_SPLITS": most,
             "MULTI": multi,
             "SINKS": self.layer.sinks,
             "WRITE_LSE": write_lse,

@@ -1,9 +1,11 @@
 """Partial results of the splits of a sequence joined to one. PARTS programs per query row (one head of one token).
 
-A program owns its part of a row of the output; it reads that part of S fp32 vectors of RP numbers, of which splits that
-saw no key are skipped (their weight is 0 and their bytes, never written, are not read), puts the rows of the
-accumulator back in the order of the dims, adds the sink to the denominator and writes once. Bytes: S * (RP + 1) * 4
-read per row. With CUT the parts of a sequence are its pieces, as many as the schedule says (schedule.py).
+A program owns its part of a row of the output; it reads that part of S fp32 vectors of RP numbers together with their
+weights, a chunk of splits at a time, puts the rows of the accumulator back in the order of the dims, adds the sink to
+the denominator and writes once. Splits that saw no key have weight 0, and what is read of them, which was never
+written, is replaced by 0. Bytes: S * (RP + 1) * 4 read per row. One read follows another only from chunk to chunk: the
+whole kernel takes little longer than one. With CUT the parts of a sequence are its pieces, as many as the schedule says
+(schedule.py).
 """
 
 from __future__ import annotations
@@ -48,7 +50,6 @@ def reduce_kernel(
     RP2: tl.constexpr,  # RP rounded up to a power of two
     CHUNK: tl.constexpr,  # splits read at once
     PARTS: tl.constexpr,  # of a row, a power of two
-    MAX_SPLITS: tl.constexpr,  # a power of two
     MULTI: tl.constexpr,
     SINKS: tl.constexpr,
     WRITE_LSE: tl.constexpr,
@@ -58,47 +59,47 @@ def reduce_kernel(
     row = tl.program_id(0).to(tl.int64)
     token = row // HQ
     head = row % HQ
+    at_part = row * splits  # of split 0
+    step = 1  # to the next split
+    if CUT:  # prepare wrote the schedule, and had ended before decode began
+        first_piece, splits = pieces_of(schedule_ptr, token, pieces)
+        at_part = first_piece.to(tl.int64) * HQ + head
+        step = HQ
     if MULTI:  # rows past the last sequence are padding
         if token >= tl.load(query_start_ptr + batch):
             return
     if PDL:
         gdc_wait()
-    at_part = row * splits  # of split 0
-    step = 1  # to the next split
-    if CUT:
-        first_piece, splits = pieces_of(schedule_ptr, token, pieces)
-        at_part = first_piece.to(tl.int64) * HQ + head
-        step = HQ
-    # Most rows of a cut batch have few pieces, one may have all; without a schedule all splits are looked at at once.
-    LOOK: tl.constexpr = 32 if CUT else MAX_SPLITS
-    s = tl.arange(0, LOOK)
-    most = tl.full((LOOK,), float("-inf"), tl.float32)
-    for first in range(0, splits, LOOK):
-        part = tl.load(part_lse_ptr + at_part + (first + s) * step, first + s < splits, float("-inf"))
-        most = tl.maximum(most, part)
-    largest = tl.max(most, axis=0)
-    seen = largest > float("-inf")
-    largest = tl.where(seen, largest, 0.0)
-    if SINKS:
-        sink = tl.load(sinks_ptr + head).to(tl.float32) * _LOG2E
-        largest = tl.where(seen, tl.maximum(largest, sink), 0.0)
 
     WIDTH: tl.constexpr = RP2 // PARTS
     r = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     c = tl.arange(0, CHUNK)
+    largest = tl.full((), float("-inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
     acc = tl.zeros((WIDTH,), tl.float32)
-    total = tl.zeros((CHUNK,), tl.float32)
     for first in range(0, splits, CHUNK):
         chunk = first + c
-        lse = tl.load(part_lse_ptr + at_part + chunk * step, chunk < splits, float("-inf"))
-        weight = tl.exp2(lse - largest)
-        total += weight
+        inside = chunk < splits
+        lse = tl.load(part_lse_ptr + at_part + chunk * step, inside, float("-inf"))
         at = part_ptr + (at_part + chunk * step)[:, None] * RP + r[None, :]
-        x = tl.load(at, (lse > float("-inf"))[:, None] & (r < RP)[None, :], 0.0)
-        acc += tl.sum(x * weight[:, None], axis=0)
-    total = tl.sum(total, axis=0)
+        x = tl.load(at, inside[:, None] & (r < RP)[None, :], 0.0)
+        x = tl.where((lse > float("-inf"))[:, None], x, 0.0)  # a split without a key wrote nothing else
+        joint = tl.maximum(largest, tl.max(lse, axis=0))
+        reference = tl.where(joint > float("-inf"), joint, 0.0)
+        before = tl.exp2(largest - reference)
+        weight = tl.exp2(lse - reference)
+        total = total * before + tl.sum(weight, axis=0)
+        acc = acc * before + tl.sum(x * weight[:, None], axis=0)
+        largest = joint
+    seen = largest > float("-inf")
+    largest = tl.where(seen, largest, 0.0)
     if SINKS:
-        total += tl.exp2(sink - largest)
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * _LOG2E
+        joint = tl.where(seen, tl.maximum(largest, sink), 0.0)
+        less = tl.exp2(largest - joint)
+        total = total * less + tl.exp2(sink - joint)
+        acc *= less
+        largest = joint
     acc = tl.where(seen, acc / total, 0.0)
 
     SPAN: tl.constexpr = VALUE[1] * VALUE[2]
