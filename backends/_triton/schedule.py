@@ -11,8 +11,8 @@ CANDIDATES values in between the first that fits is taken. It is more where a se
 The schedule, int32 [2 + 2 P + 2 B]: t, 0, then (sequence, first piece of that sequence) of every piece, sequence -1
 where there is none, then (first piece, number of pieces) of every sequence.
 
-Work: three passes over the lengths, which are B * 4 bytes; the sums and the prefix sums are what takes time, and they
-take about as long as rotating a tile of queries, which other programs do meanwhile.
+Work: one pass over the lengths of 128 sequences, three if there are more. The sums and the prefix sums are what takes
+time: longer than rotating a tile of queries, which other programs do meanwhile, so there are few of them.
 """
 
 from __future__ import annotations
@@ -81,6 +81,48 @@ def _lengths(seq_lens_ptr, first, batch, window, T: tl.constexpr, WINDOW: tl.con
 
 
 @triton.jit
+def _sum_and_maximum(sum_a, most_a, sum_b, most_b):
+    return sum_a + sum_b, tl.maximum(most_a, most_b)
+
+
+@triton.jit
+def _needed(
+    tiles,  # [_AT_ONCE]
+    tried,  # [_CANDIDATES] tiles to a piece
+):
+    """Pieces that the sequences need, for every candidate."""
+    return tl.sum((tiles[None, :] + tried[:, None] - 1) // tried[:, None], axis=1)
+
+
+@triton.jit
+def _write(
+    schedule_ptr,
+    first,  # sequence
+    tiles,  # [_AT_ONCE], of the sequences from there on
+    used,  # pieces of those before
+    share,
+    entries,  # at least the pieces of any sequence
+    batch,
+    pieces,
+):
+    """Write what belongs to these sequences; returns the pieces used so far."""
+    i = tl.arange(0, _ENTRIES)
+    count = (tiles + share - 1) // share
+    ends = used + tl.cumsum(count, axis=0)
+    at = ends - count
+    b = first + tl.arange(0, _AT_ONCE)
+    of_sequence = schedule_ptr + _HEAD + 2 * pieces + 2 * b
+    tl.store(of_sequence, at, b < batch)
+    tl.store(of_sequence + 1, count, b < batch)
+    for done in range(0, entries, _ENTRIES):
+        number = done + i[None, :] + tl.zeros((_AT_ONCE, 1), tl.int32)
+        of_piece = schedule_ptr + _HEAD + 2 * (at[:, None] + number)
+        tl.store(of_piece, b[:, None] + tl.zeros((1, _ENTRIES), tl.int32), number < count[:, None])
+        tl.store(of_piece + 1, at[:, None] + tl.zeros((1, _ENTRIES), tl.int32), number < count[:, None])
+    return tl.max(ends, axis=0)
+
+
+@triton.jit
 def cut_batch(
     seq_lens_ptr,  # [B] int32
     schedule_ptr,  # [2 + 2 P + 2 B] int32, written
@@ -92,42 +134,31 @@ def cut_batch(
     T: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Write the schedule; one program."""
-    total = tl.zeros((), tl.int32)
-    longest = tl.zeros((), tl.int32)
-    for first in range(0, batch, _AT_ONCE):
+    """Write the schedule; one program. The lengths of the first _AT_ONCE sequences stay in registers."""
+    ahead = _lengths(seq_lens_ptr, 0, batch, window, T, WINDOW)
+    total, longest = tl.reduce((ahead, ahead), 0, _sum_and_maximum)
+    for first in range(_AT_ONCE, batch, _AT_ONCE):
         tiles = _lengths(seq_lens_ptr, first, batch, window, T, WINDOW)
-        total += tl.sum(tiles, axis=0)
-        longest = tl.maximum(longest, tl.max(tiles, axis=0))
+        more, longer = tl.reduce((tiles, tiles), 0, _sum_and_maximum)
+        total += more
+        longest = tl.maximum(longest, longer)
     least = tl.maximum((total + pieces - 1) // pieces, min_tiles)
     least = tl.maximum(least, (longest + MOST - 1) // MOST)
     room = pieces - batch
     most = tl.maximum((total + room - 1) // room, least)
     k = tl.arange(0, _CANDIDATES)
     tried = least + ((most - least) * k + _CANDIDATES - 2) // (_CANDIDATES - 1)  # the last is ``most``
-    needed = tl.zeros((_CANDIDATES,), tl.int32)
-    for first in range(0, batch, _AT_ONCE):
-        tiles = _lengths(seq_lens_ptr, first, batch, window, T, WINDOW)
-        needed += tl.sum((tiles[None, :] + tried[:, None] - 1) // tried[:, None], axis=1)
+    needed = _needed(ahead, tried)
+    for first in range(_AT_ONCE, batch, _AT_ONCE):
+        needed += _needed(_lengths(seq_lens_ptr, first, batch, window, T, WINDOW), tried)
     share = tl.min(tl.where(needed <= pieces, tried, most), axis=0)
 
     tl.store(schedule_ptr, share)
-    i = tl.arange(0, _ENTRIES)
-    used = tl.zeros((), tl.int32)
-    for first in range(0, batch, _AT_ONCE):
+    entries = (longest + share - 1) // share  # most pieces of a sequence
+    used = _write(schedule_ptr, 0, ahead, 0, share, entries, batch, pieces)
+    for first in range(_AT_ONCE, batch, _AT_ONCE):
         tiles = _lengths(seq_lens_ptr, first, batch, window, T, WINDOW)
-        count = (tiles + share - 1) // share
-        at = used + tl.cumsum(count, axis=0) - count
-        b = first + tl.arange(0, _AT_ONCE)
-        of_sequence = schedule_ptr + _HEAD + 2 * pieces + 2 * b
-        tl.store(of_sequence, at, b < batch)
-        tl.store(of_sequence + 1, count, b < batch)
-        for done in range(0, tl.max(count, axis=0), _ENTRIES):
-            number = done + i[None, :] + tl.zeros((_AT_ONCE, 1), tl.int32)
-            of_piece = schedule_ptr + _HEAD + 2 * (at[:, None] + number)
-            tl.store(of_piece, b[:, None] + tl.zeros((1, _ENTRIES), tl.int32), number < count[:, None])
-            tl.store(of_piece + 1, at[:, None] + tl.zeros((1, _ENTRIES), tl.int32), number < count[:, None])
-        used += tl.sum(count, axis=0)
+        used = _write(schedule_ptr, first, tiles, used, share, entries, batch, pieces)
     for first in range(used, pieces, _AT_ONCE):
         piece = first + tl.arange(0, _AT_ONCE)
         unused = schedule_ptr + _HEAD + 2 * piece
