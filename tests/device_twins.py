@@ -13,6 +13,7 @@ from turboquant_rocm.backends._triton.device import (
     fp8_unpack,
     funnel,
     halves,
+    nibbles,
     pair_order,
     quarters,
     spread3,
@@ -80,23 +81,27 @@ def _store_bytes(
     first,  # [n] int32: four int8 numbers
     second,
     ADD: tl.constexpr,
+    STEP: tl.constexpr,  # 1: the second four lie behind the first, 2: between them
 ):
     a = quarters(first)
     b = quarters(second)
     for k in tl.static_range(4):
         x = a[k]
         y = b[k]
+        x_ptr = out_ptr + at + STEP * k
+        y_ptr = x_ptr + (4 if STEP == 1 else 1)
         if ADD:
-            x += tl.load(out_ptr + at + k)
-            y += tl.load(out_ptr + at + 4 + k)
-        tl.store(out_ptr + at + k, x)
-        tl.store(out_ptr + at + 4 + k, y)
+            x += tl.load(x_ptr)
+            y += tl.load(y_ptr)
+        tl.store(x_ptr, x)
+        tl.store(y_ptr, y)
 
 
 @triton.jit
 def byte_twins_kernel(
     words_ptr,  # [n] int32
     bytes_ptr,  # [n, PLANES, 8] int8: planes of the centroids of eight codes
+    codes_ptr,  # [n, 8] int8: the codes as bytes, where BITS = 4
     values_ptr,  # [n, 2, 8, 2] fp16: the codes of the word and of another as numbers, and so again by bare numbers
     BITS: tl.constexpr,
     PLANES: tl.constexpr,
@@ -111,13 +116,16 @@ def byte_twins_kernel(
         at = (i * PLANES + p) * 8
         if BITS == 4:
             a, b = table_bytes(word, TABLE[4 * p], TABLE[4 * p + 1], TARGET)
-            _store_bytes(bytes_ptr, at, a, b, False)
+            _store_bytes(bytes_ptr, at, a, b, False, 1)
             tl.debug_barrier()
             a, b = table_bytes(word ^ -0x77777778, TABLE[4 * p + 2], TABLE[4 * p + 3], TARGET)
-            _store_bytes(bytes_ptr, at, a, b, True)
+            _store_bytes(bytes_ptr, at, a, b, True, 1)
         else:
             a, b = table_bytes(spread3(word), TABLE[2 * p], TABLE[2 * p + 1], TARGET)
-            _store_bytes(bytes_ptr, at, a, b, False)
+            _store_bytes(bytes_ptr, at, a, b, False, 1)
+    if BITS == 4:
+        a, b = nibbles(word, TARGET)
+        _store_bytes(codes_ptr, i * 8, a, b, False, 2)
     low, high = value_words(word, word ^ 0x5A5A5A5A, BITS, TARGET)
     for bare in tl.static_range(2):
         pairs = value_pairs(low, high, BITS, bare == 1, TARGET)
@@ -132,16 +140,19 @@ def byte_twins_kernel(
                 tl.store(at + 2 * k + half, (number / STEPS[k]).to(tl.float16))
 
 
-def run_bytes(bits: int, planes: int, target: str, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(planes [n, planes, 8] int8 of the centroids in every word, codes [n, 2, 8, 2] fp16 of it and of another, found
-    in both ways)."""
+def run_bytes(
+    bits: int, planes: int, target: str, device: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(planes [n, planes, 8] int8 of the centroids in every word, 4-bit codes [n, 8] int8 as bytes, codes [n, 2, 8, 2]
+    fp16 of it and of another, found in both ways)."""
     table = byte_table(HEAD_SIZE, bits, planes).words
     found = torch.empty(WORDS, planes, 8, dtype=torch.int8, device=device)
+    codes = torch.zeros(WORDS, 8, dtype=torch.int8, device=device)
     values = torch.empty(WORDS, 2, 8, 2, dtype=torch.float16, device=device)
     byte_twins_kernel[(1,)](
-        words(device), found, values, bits, planes, table, value_steps(bits), target, WORDS
+        words(device), found, codes, values, bits, planes, table, value_steps(bits), target, WORDS
     )
-    return found, values
+    return found, codes, values
 
 
 def words(device: str) -> torch.Tensor:

@@ -28,9 +28,13 @@ and the products are exact integers. A byte permute gives four of them at once a
 two halves of a 16-entry codebook are looked up apart, each giving 0 for the codes of the other, and the matrix unit
 adds them up. Planes leave an offset out, which is one number per column: it is added with the scale.
 
-Nothing is multiplied per element. Budget of integer instructions per element: K 1.4 (4-bit, two planes), 1.1 (3-bit,
-one plane), fp16 route 2.1 to 2.4, FP8 0.5 with the instruction and 2 without; V 0.8 and half a multiply-add; an eighth
-to a half of a matrix instruction.
+One plane of 4 bits says what the codes, as numbers, are off the codebook; the codes themselves need no look-up. Two
+masks make bytes of them, of those with even and of those with odd places, so they want the query in that order, and
+the plane wants it in the order of memory. Of the query's two numbers the upper is held in both.
+
+Nothing is multiplied per element. Budget of integer instructions per element: K 1.4 (4-bit, two planes), 1.25 (4-bit,
+one plane), 1.1 (3-bit, one plane), fp16 route 2.1 to 2.4, FP8 0.5 with the instruction and 2 without; V 0.8 and half a
+multiply-add; an eighth to a half of a matrix instruction.
 
 What moves when. With PREFETCH keys, values and page ids of the next tile are read together as soon as this tile's key
 words have been decoded and its value words have changed into halfwords, so into the same registers: in flight for more
@@ -62,6 +66,8 @@ from .device import (
     gdc_launch_dependents,
     gdc_wait,
     halves,
+    nibble_order,
+    nibbles,
     quarters,
     spread3,
     table_bytes,
@@ -285,13 +291,13 @@ def _byte_operand(
 @triton.jit
 def _byte_scores(
     k_units,  # tuple of KUNITS packed units
-    upper,  # tuple of [32, N] int8: the query is 128 * upper + lower
-    lower,
+    queries,  # tuple of KUNITS tuples of [32, N] int8: upper, lower; with CODES upper, lower and upper for the codes
     T: tl.constexpr,
     N: tl.constexpr,
     KUNITS: tl.constexpr,
     BITS: tl.constexpr,
     PLANES: tl.constexpr,
+    BASE: tl.constexpr,
     TABLE,  # see tile.ByteTable
     KWIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -299,31 +305,38 @@ def _byte_scores(
     LANE: tl.constexpr,
     TARGET: tl.constexpr,
 ):
-    """Sum of query * (plane 0 + plane 1 / 128) over the dims, [T, N] int32, exact but for lower * plane 1.
+    """Sum of query * (coarse + fine / BASE) over the dims, [T, N] int32, exact but for lower * fine (tile.ByteTable).
 
     A table of sixteen bytes is looked up as two of eight, each giving 0 where the other has the entry; the matrix
     unit adds them up.
     """
     by_upper = tl.zeros((T, N), tl.int32)
-    rest = tl.zeros((T, N), tl.int32)  # 1/128 of these: lower * plane 0, upper * plane 1
+    rest = tl.zeros((T, N), tl.int32)  # 1 / BASE of these: lower * coarse, upper * fine
     HALVES: tl.constexpr = 2 if BITS == 4 else 1
+    CODES: tl.constexpr = BITS == 4 and PLANES == 1  # these are the coarse numbers
+    FINE: tl.constexpr = 0 if CODES else 2 * HALVES  # first word of the plane of fine numbers
     for u in tl.static_range(KUNITS):
+        upper = queries[u][0]
+        lower = queries[u][1]
+        if CODES:
+            keys = _byte_operand(nibbles(k_units[u], TARGET), T, KWIDTH, BLOCK, ROW, LANE)
+            by_upper = tl.dot(keys, queries[u][2], by_upper, out_dtype=tl.int32)
+            rest = tl.dot(keys, lower, rest, out_dtype=tl.int32)
         if BITS == 4:
             selects = (k_units[u], k_units[u] ^ -0x77777778)
         else:
             selects = (spread3(k_units[u]),)
         for i in tl.static_range(HALVES):
-            words = table_bytes(selects[i], TABLE[2 * i], TABLE[2 * i + 1], TARGET)
-            keys = _byte_operand(words, T, KWIDTH, BLOCK, ROW, LANE)
-            by_upper = tl.dot(keys, upper[u], by_upper, out_dtype=tl.int32)
-            rest = tl.dot(keys, lower[u], rest, out_dtype=tl.int32)
-            if PLANES == 2:
-                words = table_bytes(
-                    selects[i], TABLE[2 * HALVES + 2 * i], TABLE[2 * HALVES + 2 * i + 1], TARGET
-                )
+            if not CODES:
+                words = table_bytes(selects[i], TABLE[2 * i], TABLE[2 * i + 1], TARGET)
                 keys = _byte_operand(words, T, KWIDTH, BLOCK, ROW, LANE)
-                rest = tl.dot(keys, upper[u], rest, out_dtype=tl.int32)
-    return by_upper * 128 + rest
+                by_upper = tl.dot(keys, upper, by_upper, out_dtype=tl.int32)
+                rest = tl.dot(keys, lower, rest, out_dtype=tl.int32)
+            if CODES or PLANES == 2:
+                words = table_bytes(selects[i], TABLE[FINE + 2 * i], TABLE[FINE + 2 * i + 1], TARGET)
+                keys = _byte_operand(words, T, KWIDTH, BLOCK, ROW, LANE)
+                rest = tl.dot(keys, upper, rest, out_dtype=tl.int32)
+    return by_upper * BASE + rest
 
 
 @triton.jit
@@ -876,7 +889,8 @@ def decode_kernel(
     SQUARE_FACTOR: tl.constexpr,  # of the squares of these
     NORM_CORRECTION: tl.constexpr,
     PLANES: tl.constexpr,  # centroids as that many int8 numbers, queries as two; 0: both as fp16
-    BYTE_OFFSET: tl.constexpr,  # what the planes of a centroid leave out
+    BASE: tl.constexpr,  # of both
+    BYTE_OFFSETS: tl.constexpr,  # what the numbers of a centroid leave out: (for upper, for lower)
     FP8_UNPACK: tl.constexpr,  # this target's conversion instruction, see device.fp8_unpack
     BARE_VALUES: tl.constexpr,  # value codes as the bits of denormal fp16 numbers, see device.value_pairs
     KWIDTH: tl.constexpr,  # consecutive columns of an operand in a lane
@@ -1028,7 +1042,6 @@ def decode_kernel(
     column_scale = tl.load(query_scale_ptr + row, live, 0.0) * scale_log2
     k_index = tl.arange(0, KSPAN)
     queries = ()
-    lower = ()
     if PLANES > 0:
         ones = tl.full((16, KSPAN), 1, tl.int8)
         upper_sums = tl.zeros((16, N), tl.int32)  # sixteen equal rows: the matrix unit adds up the columns
@@ -1040,14 +1053,17 @@ def decode_kernel(
                 + (u * KSPAN + k_index)[:, None]
             )
             at = tl.max_contiguous(tl.multiple_of(at, (KWIDTH, 1)), (KWIDTH, 1))
-            queries = queries + (tl.load(at, live[None, :], 0),)  # [KSPAN, N]
-            lower = lower + (tl.load(at + KP, live[None, :], 0),)
-            upper_sums = tl.dot(ones, queries[u], upper_sums, out_dtype=tl.int32)
-            lower_sums = tl.dot(ones, lower[u], lower_sums, out_dtype=tl.int32)
-        lower_sum = tl.max(lower_sums, axis=0)
-        left_out = (tl.max(upper_sums, axis=0) * 128 + lower_sum).to(tl.float32) * BYTE_OFFSET
-        if PLANES == 2:  # lower * plane 1, as if that were its mean
-            left_out += lower_sum.to(tl.float32) * (63.5 / 128)
+            parts = (tl.load(at, live[None, :], 0), tl.load(at + KP, live[None, :], 0))  # [KSPAN, N]
+            upper_sums = tl.dot(ones, parts[0], upper_sums, out_dtype=tl.int32)
+            lower_sums = tl.dot(ones, parts[1], lower_sums, out_dtype=tl.int32)
+            if KEY[0] == 4 and PLANES == 1:
+                # Read again, which volatile makes sure of: from registers the compiler would permute it in every tile.
+                # Of 16 columns it shall, as they do not fit.
+                upper = tl.load(at, live[None, :], 0, volatile=N == 8)
+                parts = parts + (tl.trans(nibble_order(tl.trans(upper), N, KSPAN, KWIDTH)),)
+            queries = queries + (parts,)
+        left_out = tl.max(upper_sums, axis=0).to(tl.float32) * BYTE_OFFSETS[0]
+        left_out += tl.max(lower_sums, axis=0).to(tl.float32) * BYTE_OFFSETS[1]
         column_offset = left_out * column_scale
     else:
         for u in tl.static_range(KUNITS):
@@ -1086,12 +1102,12 @@ def decode_kernel(
             sums = _byte_scores(
                 k_units,
                 queries,
-                lower,
                 T,
                 N,
                 KUNITS,
                 KEY[0],
                 PLANES,
+                BASE,
                 table,
                 KWIDTH,
                 SLOW,

@@ -36,6 +36,8 @@ __all__ = [
     "gdc_wait",
     "halves",
     "nearest_code",
+    "nibble_order",
+    "nibbles",
     "pair_order",
     "quarters",
     "spread3",
@@ -246,6 +248,53 @@ def table_bytes(
         first = byte_permute(low, high, select, "portable") & ~_spread_signs_full(select)
         second = byte_permute(low, high, select >> 16, "portable") & ~_spread_signs_full(select >> 16)
     return first, second
+
+
+@triton.jit
+def nibbles(
+    word,  # int32: eight 4-bit codes
+    TARGET: tl.constexpr,
+):
+    """The codes as bytes, in two words: those with even places, then those with odd ones. Three instructions.
+
+    In assembly on NVIDIA, because the compiler sees that bytes are taken out of the result and then masks each of them
+    on its own. Elsewhere the portable code runs: no other target takes this route.
+    """
+    if TARGET == "cuda":
+        even, odd = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 moved;
+            shr.u32 moved, $2, 4;
+            and.b32 $0, $2, 0x0F0F0F0F;
+            and.b32 $1, moved, 0x0F0F0F0F;
+            }""",
+            "=r,=r,r",
+            [word],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        even = word & 0x0F0F0F0F
+        odd = (word >> 4) & 0x0F0F0F0F
+    return even, odd
+
+
+@triton.jit
+def nibble_order(
+    x,  # [R, C], columns as in tile.KeyTile.dims: eight codes of a lane in the order of memory
+    R: tl.constexpr,
+    C: tl.constexpr,
+    KWIDTH: tl.constexpr,  # consecutive columns of a lane
+):
+    """The columns of each lane in the order of the bytes of :func:`nibbles`. No lane gives anything to another."""
+    if KWIDTH == 8:
+        x = tl.permute(tl.reshape(x, (R, C // 8, 4, 2)), (0, 1, 3, 2))
+    else:
+        tl.static_assert(KWIDTH == 4)
+        x = tl.reshape(x, (R, C // 32, 2, 4, 2, 2))  # unit, bit 2 of the place, lane, bits 1 and 0
+        x = tl.permute(x, (0, 1, 5, 3, 2, 4))
+    return tl.reshape(x, (R, C))
 
 
 @triton.jit

@@ -177,17 +177,19 @@ class DecodePlan:
         self.planes = 0
         if base["int8_keys"] and not preset.fp8_keys and not corrects_norm(layout):
             # one plane is better than a bf16 codebook, but not than an fp16 one
-            self.planes = 1 if preset.key_bits == 3 and layer.dtype == "bf16" else 2
+            self.planes = 1 if layer.dtype == "bf16" else 2
         width = base["key_width"] * (2 if self.planes else 1)
         unpack = preset.fp8_keys and self.kind == "cuda" and target.fp8_format == "e4m3fn"
         self.matrix, factor = query_matrix(
             layout, self.key, self.kind, width, self.planes, 1.0 if unpack else FP8_SCALE
         )
         table: tuple[int, ...] = (0,)
-        square_factor, offset = 1.0, 0.0
+        square_factor = 1.0
+        self.base, self.stretch, offsets = 0, 1.0, (0.0, 0.0)
         if self.planes:
             bytes_ = byte_table(layout.head_size, preset.key_bits, self.planes)
-            table, offset = bytes_.words, bytes_.offset
+            table, self.base, self.stretch = bytes_.words, bytes_.base, bytes_.stretch
+            offsets = (bytes_.base * bytes_.offset, bytes_.lower_offset)
         elif not preset.fp8_keys:
             pairs = centroid_table(layout.head_size, preset.key_bits)
             table, square_factor = (*pairs.planes, 0x7F7F7F7F), pairs.square_factor
@@ -211,7 +213,8 @@ class DecodePlan:
             "SQUARE_FACTOR": square_factor,
             "NORM_CORRECTION": corrects_norm(layout),
             "PLANES": self.planes,
-            "BYTE_OFFSET": offset,
+            "BASE": self.base,
+            "BYTE_OFFSETS": offsets,
             "FP8_UNPACK": unpack,
             "BARE_VALUES": base["bare_values"],
             "KWIDTH": width,
@@ -272,7 +275,10 @@ class DecodePlan:
             # padded sizes carry masks, in scalar registers that run out: fewer dims at once
             "CHUNK": min(128 if self.kind == "cuda" else 64, d) if d & (d - 1) == 0 else 32,
             "PDL": self.pdl,
-            "INT8": self.planes > 0,
+            "BASE": self.base,
+            "CODES": self.planes == 1 and self.layout.preset.key_bits == 4,
+            "STRETCH": self.stretch,
+            "KWIDTH": self.constants["KWIDTH"],
             "CUT": cut,
             "MOST": MAX_SPLITS if cut else 0,
             "T": self.tuned(columns)["tokens"] if cut else 0,

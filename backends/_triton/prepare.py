@@ -4,8 +4,12 @@ Tile: R query rows (a row is one head of one token). A program owns them from lo
 A [KP, D] of -1, 0 and 1 (tile.query_matrix) holds the rotation, without its 1/sqrt(D), and the order of the dims. The
 products are exact and the sums fp32. Each row is then divided by a power of two so that its largest number lies in
 [2^11, 2^12), and the power is written beside it: fp16 keeps 11 bits of every coordinate that matters, whatever the
-size of the query, and the decode kernel multiplies scores by the power. With INT8 the largest number lies in
-[2^13, 2^14), and each is rounded to an integer and written as two int8 numbers.
+size of the query, and the decode kernel multiplies scores by the power.
+
+With BASE the row is scaled so that its largest number becomes 127 * BASE, whatever it was: no row leaves a part of
+upper's range unused. Each number is written as two of int8: upper, the nearest multiple of BASE, and lower, the rest,
+rounded. With CODES, where coarse numbers of keys are their codes (tile.ByteTable), lower comes stretched and in the
+order in which codes become bytes (device.nibble_order).
 
 With CUT one more program, the first, cuts the batch into equal shares (schedule.py) while the others rotate.
 
@@ -17,12 +21,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device import gdc_launch_dependents
+from .device import GUESS_BASE, gdc_launch_dependents, nibble_order
 from .schedule import cut_batch
 
 __all__ = ["prepare_kernel"]
 
 _LEAST_EXPONENT = tl.constexpr(27)  # biased: rows below 2^-100 are scaled as if they were 2^-100
+_LEAST = tl.constexpr(2.0**-100)
+_ROUND = tl.constexpr(GUESS_BASE)
 
 
 @triton.jit(
@@ -50,7 +56,10 @@ def prepare_kernel(
     R: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
-    INT8: tl.constexpr,  # [N * Hq, 2, KP] int8 in place of fp16: 128 * upper + lower
+    BASE: tl.constexpr,  # unless 0: [N * Hq, 2, KP] int8 in place of fp16, BASE * upper + lower
+    CODES: tl.constexpr,  # lower in the order of device.nibble_order
+    STRETCH: tl.constexpr,  # of lower
+    KWIDTH: tl.constexpr,  # of the decode kernel
     CUT: tl.constexpr,  # one program more than the rows need: it writes the schedule
     MOST: tl.constexpr,  # pieces of a sequence
     T: tl.constexpr,  # tokens of a tile
@@ -79,20 +88,28 @@ def prepare_kernel(
     largest = tl.max(
         y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1
     )  # positive floats compare like their bits
-    biased = tl.maximum(largest >> 23, _LEAST_EXPONENT)
-    TOP: tl.constexpr = 13 if INT8 else 11  # log2 of where the largest number of a row begins
-    down = ((-biased + (254 + TOP)) << 23).to(tl.float32, bitcast=True)  # 2^(TOP - e)
-    up = ((biased - TOP) << 23).to(tl.float32, bitcast=True)  # its inverse
-    y = y * down[:, None]
     keep = inside[:, None] & (column < KP)[None, :]
-    if INT8:
-        up = tl.where(biased == 255, float("nan"), up)  # int8 has no number that says so
-        whole = tl.where(y < 0.0, y - 0.5, y + 0.5).to(tl.int32)
-        whole = tl.minimum(whole, 128 * 127 + 127)  # 2^14 would not fit into the two
-        upper = tl.minimum((whole + 64) >> 7, 127)
+    if BASE > 0:
+        size = tl.maximum(largest.to(tl.float32, bitcast=True), _LEAST)
+        y = y * (127 * BASE / size)[:, None]
+        up = size / (127 * BASE)
+        up = tl.where((largest >> 23) == 255, float("nan"), up)  # int8 has no number that says so
+    else:
+        biased = tl.maximum(largest >> 23, _LEAST_EXPONENT)
+        TOP: tl.constexpr = 11  # log2 of where the largest number of a row begins
+        down = ((-biased + (254 + TOP)) << 23).to(tl.float32, bitcast=True)  # 2^(TOP - e)
+        up = ((biased - TOP) << 23).to(tl.float32, bitcast=True)  # its inverse
+        y = y * down[:, None]
+    if BASE > 0:
+        rounded = y * (1.0 / BASE) + _ROUND
+        upper = rounded.to(tl.int32, bitcast=True).to(tl.int8)
+        lower = (y - (rounded - _ROUND) * BASE) * STRETCH
+        lower = (lower + _ROUND).to(tl.int32, bitcast=True).to(tl.int8)
         at = prepared_ptr.to(tl.pointer_type(tl.int8)) + row[:, None] * (2 * KP) + column[None, :]
-        tl.store(at, upper.to(tl.int8), keep)
-        tl.store(at + KP, (whole - upper * 128).to(tl.int8), keep)
+        tl.store(at, upper, keep)
+        if CODES:
+            lower = nibble_order(lower, R, KP2, KWIDTH)
+        tl.store(at + KP, lower, keep)
     else:
         tl.store(prepared_ptr + row[:, None] * KP + column[None, :], y.to(tl.float16), keep)
     tl.store(scale_ptr + row, up, inside)

@@ -137,7 +137,7 @@ def test_sizes_of_values(value_scale, device):
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("below", [0.0, 0.125, 0.5, 8.0])
 def test_queries_just_below_a_power_of_two(below, sign, device):
-    """As integers they round to 2^14, which two int8 numbers of base 128 cannot hold."""
+    """Scaled by a power of two they would round to 2^14, which two int8 numbers of base 128 cannot hold."""
     config, case = Config("3bit_nc", head_size=64, dtype="fp16", group=8), Case((1,))
     setup = set_up(config, case, device)
     rotation = torch.from_numpy(setup.bound.ops.plan.matrix).double()  # of 1 and -1

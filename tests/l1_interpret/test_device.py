@@ -24,22 +24,28 @@ def test_centroids(bits, device):
     assert error.max() < 2.0**-11  # of the rounding that remains
 
 
-@pytest.mark.parametrize(("bits", "planes", "limit"), [(3, 1, 1e-3), (3, 2, 2e-5), (4, 2, 1e-4)])
+@pytest.mark.parametrize(
+    ("bits", "planes", "limit"), [(3, 1, 1e-3), (3, 2, 2e-5), (4, 1, 1e-3), (4, 2, 1e-4)]
+)
 def test_byte_planes(bits, planes, limit, device):
     """Planes of int8 numbers add up to the centroid of each code, and the codebook they make is antisymmetric."""
-    found, _ = run_bytes(bits, planes, "portable", device)
+    found, bytes_, _ = run_bytes(bits, planes, "portable", device)
     codes = (words(device).long()[:, None] >> (bits * torch.arange(8))) & (2**bits - 1)
     table = byte_table(HEAD_SIZE, bits, planes)
-    got = found[:, 0].double() + table.offset
-    if planes == 2:
-        got += found[:, 1].double() / 128
-    assert torch.equal(got, torch.from_numpy(table.values)[codes])
+    if bits == 4:
+        assert torch.equal(bytes_.long(), codes)
+    coarse = bytes_ if (bits, planes) == (4, 1) else found[:, 0]
+    got = coarse.double() + table.offset
+    if planes == 2 or bits == 4:
+        got += found[:, -1].double() / table.base
+    assert torch.allclose(got, torch.from_numpy(table.values)[codes], rtol=0, atol=1e-12)
+    assert bits == 3 or int(found.min()) >= 0, "a look-up of the other half would give its sign"
     assert np.array_equal(table.values, -table.values[::-1])
     exact = centroids(HEAD_SIZE, bits).astype(np.float64)
     assert np.abs(table.values * table.factor - exact).max() < limit * np.abs(exact).max()
 
 
-@pytest.mark.parametrize(("bits", "planes"), [(4, 1), (3, 3), (4, 0)])
+@pytest.mark.parametrize(("bits", "planes"), [(4, 3), (3, 3), (4, 0)])
 def test_byte_planes_refused(bits, planes):
     with pytest.raises(ValueError, match="planes"):
         byte_table(HEAD_SIZE, bits, planes)
@@ -47,7 +53,7 @@ def test_byte_planes_refused(bits, planes):
 
 @pytest.mark.parametrize("bits", [3, 4])
 def test_value_pairs(bits, device):
-    _, values = run_bytes(bits, 2, "portable", device)
+    _, _, values = run_bytes(bits, 2, "portable", device)
     shifts = bits * torch.arange(8)
     for i, word in enumerate((words(device).long(), words(device).long() ^ 0x5A5A5A5A)):
         codes = (word[:, None] >> shifts) & (2**bits - 1)

@@ -270,7 +270,7 @@ def test_fp8_unpacked_by_an_instruction(target):
     assert torch.equal(found[~nan], expected[~nan])
 
 
-@pytest.mark.parametrize(("bits", "planes"), [(3, 1), (3, 2), (4, 2)])
+@pytest.mark.parametrize(("bits", "planes"), [(3, 1), (3, 2), (4, 1), (4, 2)])
 def test_byte_functions(bits, planes, target):
     """The same for planes of int8 centroids, and for value codes as numbers."""
     from tests.device_twins import run_bytes
