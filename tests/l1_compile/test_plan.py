@@ -6,13 +6,13 @@ import pytest
 
 pytest.importorskip("triton")
 
-from hypothesis import given  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tests.cases import layer_spec  # noqa: E402
-from turboquant_rocm import Decision, get_preset, make_layout  # noqa: E402
-from turboquant_rocm.backends._triton.ops import MAX_SPLITS, DecodePlan  # noqa: E402
-from turboquant_rocm.target import get_target  # noqa: E402
+from tests.cases import layer_spec
+from turboquant_rocm import Decision, get_preset, make_layout
+from turboquant_rocm.backends._triton.ops import MAX_SPLITS, DecodePlan
+from turboquant_rocm.target import get_target
 
 UNITS = 132
 
