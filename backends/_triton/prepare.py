@@ -88,7 +88,6 @@ def prepare_kernel(
     largest = tl.max(
         y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1
     )  # positive floats compare like their bits
-    keep = inside[:, None] & (column < KP)[None, :]
     if BASE > 0:
         size = tl.maximum(largest.to(tl.float32, bitcast=True), _LEAST)
         y = y * (127 * BASE / size)[:, None]
@@ -100,6 +99,8 @@ def prepare_kernel(
         down = ((-biased + (254 + TOP)) << 23).to(tl.float32, bitcast=True)  # 2^(TOP - e)
         up = ((biased - TOP) << 23).to(tl.float32, bitcast=True)  # its inverse
         y = y * down[:, None]
+    tl.store(scale_ptr + row, up, inside)
+    keep = inside[:, None] & (column < KP)[None, :]
     if BASE > 0:
         rounded = y * (1.0 / BASE) + _ROUND
         upper = rounded.to(tl.int32, bitcast=True).to(tl.int8)
@@ -112,4 +113,3 @@ def prepare_kernel(
         tl.store(at + KP, lower, keep)
     else:
         tl.store(prepared_ptr + row[:, None] * KP + column[None, :], y.to(tl.float16), keep)
-    tl.store(scale_ptr + row, up, inside)
