@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,6 +41,7 @@ from turboquant_rocm.bench.records import (
     percent_of,
 )
 from turboquant_rocm.bench.search import header_of, parse_space, render, search, with_override
+from turboquant_rocm.dispatch import IneligibleError
 from turboquant_rocm.layouts import make_layout
 from turboquant_rocm.presets import load_yaml, parse_yaml
 from turboquant_rocm.spec import SpecError
@@ -494,6 +496,9 @@ def test_launches_are_counted_when_all_times_are_taken():
     jobs = [Job(Case("decode", "4bit_nc", batch=n, context=64)) for n in (1, 2, 3)]
 
     class Recorder:
+        def decide(self, job: Job) -> Any:
+            return SimpleNamespace(backend="triton_soa")
+
         def measure(self, job: Job, *, eager: bool, baselines: bool) -> Row:
             done.append(("time", job.case.batch))
             return row(case=job.case, cpu=Time(40.0, 1.0) if eager else None)
@@ -506,6 +511,48 @@ def test_launches_are_counted_when_all_times_are_taken():
     rows = _measure_all(Recorder(), jobs, Console(quiet=True), wants, False)  # type: ignore[arg-type]
     assert done == [("time", 1), ("time", 2), ("time", 3), ("launches", 1), ("launches", 3)]
     assert [rows[job].launches for job in jobs] == [11, None, 13]
+
+
+def test_jobs_that_mean_the_same_are_measured_once():
+    """A goal names a backend, another leaves it to the dispatcher: one time, with what both want of it."""
+    from rich.console import Console
+
+    from turboquant_rocm.bench.cli import _measure_all
+
+    case = Case("decode", "4bit_nc", batch=2, context=64)
+    jobs = [Job(case), Job(case, "triton_soa"), Job(case, "triton_aos"), Job(replace(case, batch=3))]
+    done: list[tuple[Job, bool, bool]] = []
+
+    class Recorder:
+        def decide(self, job: Job) -> Any:
+            if job.case.batch == 3:
+                raise IneligibleError(SimpleNamespace(layer=job.case.layer()), {}, "a card")  # type: ignore[arg-type]
+            return SimpleNamespace(backend=job.backend or "triton_soa")
+
+        def measure(self, job: Job, *, eager: bool, baselines: bool) -> Row:
+            done.append((job, eager, baselines))
+            return row(us=100.0 + len(done), case=job.case, backend=job.backend or "none")
+
+    wants = {jobs[0]: frozenset({"baselines"}), jobs[1]: frozenset({"eager"}), jobs[2]: frozenset[str]()}
+    rows = _measure_all(Recorder(), jobs, Console(quiet=True), wants, True)  # type: ignore[arg-type]
+    assert done == [(jobs[1], True, True), (jobs[2], False, False), (jobs[3], True, True)]
+    assert rows[jobs[0]] is rows[jobs[1]] is not rows[jobs[2]]
+    assert set(rows) == set(jobs)
+
+
+def test_the_ratio_of_a_saved_run_is_to_the_baseline_of_its_shape(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    cases = [job.case for job in parse_profiles(*read_profiles(None))["bf16-ratio"].jobs]
+    saved = tmp_path / "run.json"
+    baselines = [
+        row(us=250.0, case=replace(c, preset="turboquant_k8v4"), backend="bf16_paged") for c in cases
+    ]
+    saved.write_text(run(*(row(case=c) for c in cases), *baselines).to_json())
+    assert main(["table", "--run", str(saved), "--profile", "bf16-ratio", "--strict"]) == 0
+    assert "2.5x" in capsys.readouterr().out
+    saved.write_text(run(*(row(case=c) for c in cases), *baselines[1:]).to_json())
+    assert main(["table", "--run", str(saved), "--profile", "bf16-ratio", "--strict"]) == 1
 
 
 def test_compare_results_launches_and_cpu():

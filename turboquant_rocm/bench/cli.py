@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..backends import backends, get_backend
+from ..dispatch import IneligibleError
 from ..eligibility import Code, Request
 from ..explain import _gib
 from ..packages import installed_version
@@ -386,22 +387,35 @@ def _measure_all(
     wants: Mapping[Job, frozenset[str]],
     baselines: bool,
 ) -> dict[Job, Row]:
-    """Every job in turn. wants: what to measure of a job beside its time: ``eager``, ``baselines``."""
+    """Every job, each case of a backend once: jobs that leave the backend open may mean one that others name. wants:
+    what to measure of a job beside its time: ``eager``, ``baselines``."""
+    same: dict[Job, list[Job]] = {}
+    for job in jobs:
+        same.setdefault(_decided(harness, job), []).append(job)
     rows: dict[Job, Row] = {}
     with _progress(console) as progress:
-        task = progress.add_task("", total=len(jobs))
-        for job in jobs:
-            where = f"{job.case.operation} {job.case.preset.removeprefix('turboquant_')} {job.case.title()}"
+        task = progress.add_task("", total=len(same))
+        for decided, those in same.items():
+            case = decided.case
+            where = f"{case.operation} {case.preset.removeprefix('turboquant_')} {case.title()}"
             progress.update(task, description=where)
-            want = wants.get(job, frozenset({"eager", "baselines"}))
-            rows[job] = harness.measure(
-                job, eager="eager" in want, baselines=baselines and "baselines" in want
+            want = frozenset().union(*(wants.get(job, frozenset({"eager", "baselines"})) for job in those))
+            rows[decided] = harness.measure(
+                decided, eager="eager" in want, baselines=baselines and "baselines" in want
             )
             progress.advance(task)
         for job, row in rows.items():
             if row.cpu is not None:
                 rows[job] = replace(row, launches=harness.launches(job))
-    return rows
+    return {job: rows[decided] for decided, those in same.items() for job in those}
+
+
+def _decided(harness: Harness, job: Job) -> Job:
+    """The job with the backend that it will run on; unchanged where none takes it."""
+    try:
+        return Job(job.case, harness.decide(job).backend)
+    except IneligibleError:
+        return job
 
 
 def _write(args: argparse.Namespace, run: Run | AbRun, text: str) -> None:
@@ -634,7 +648,18 @@ def _found(run: Run, job: Job) -> Row | None:
     rows = [
         r for r in run.rows if r.case == job.case and r.backend in order and job.backend in (None, r.backend)
     ]
-    return min(rows, key=lambda row: (row.status != "ok", order[row.backend]), default=None)
+    row = min(rows, key=lambda row: (row.status != "ok", order[row.backend]), default=None)
+    if (
+        row is not None and row.status == "ok" and not row.bf16
+    ):  # baselines of a shape stand in rows of their own
+        shape = replace(row.case, preset="turboquant_k8v4")
+        others = {
+            r.backend: r.graph.us
+            for r in run.rows
+            if r.backend.startswith("bf16") and r.case == shape and r.graph
+        }
+        row = replace(row, bf16=others)
+    return row
 
 
 def main(argv: Sequence[str] | None = None) -> int:
