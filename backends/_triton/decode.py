@@ -1066,11 +1066,11 @@ def decode_kernel(
         left_out += tl.max(lower_sums, axis=0).to(tl.float32) * BYTE_OFFSETS[1]
         column_offset = left_out * column_scale
     else:
+        # NVIDIA operands of twice the usual width (ops.OPERAND_WIDTH): elsewhere the compiler moves nothing by itself
+        PIECE: tl.constexpr = 4 * KWIDTH if KWIDTH == 4 and TARGET != "hip" else 2 * KSPAN
         for u in tl.static_range(KUNITS):
             at = query_ptr + row * KP + u * KSPAN
-            queries = queries + (
-                _query_operand(at, live, N, KSPAN, 2 * KSPAN if TARGET == "hip" else 4 * KWIDTH, KWIDTH),
-            )
+            queries = queries + (_query_operand(at, live, N, KSPAN, PIECE, KWIDTH),)
 
     for _tile in range(tile_low, tile_high):
         # With PREFETCH ``pages`` are those of the next tile, which is read as soon as this one's words have left their
