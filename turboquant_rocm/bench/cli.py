@@ -443,7 +443,7 @@ def _by_shape(rows: Iterable[Row], baselines: Iterable[Row]) -> list[Row]:
     for row in baselines:
         plain.setdefault(row.case, []).append(row)
     for row in {row.key: row for row in rows}.values():
-        groups.setdefault(replace(row.case, preset="turboquant_k8v4"), []).append(row)
+        groups.setdefault(row.case.shape, []).append(row)
     return [row for shape, own in groups.items() for row in (*plain.get(shape, ()), *own)]
 
 
@@ -649,17 +649,11 @@ def _found(run: Run, job: Job) -> Row | None:
         r for r in run.rows if r.case == job.case and r.backend in order and job.backend in (None, r.backend)
     ]
     row = min(rows, key=lambda row: (row.status != "ok", order[row.backend]), default=None)
-    if (
-        row is not None and row.status == "ok" and not row.bf16
-    ):  # baselines of a shape stand in rows of their own
-        shape = replace(row.case, preset="turboquant_k8v4")
-        others = {
-            r.backend: r.graph.us
-            for r in run.rows
-            if r.backend.startswith("bf16") and r.case == shape and r.graph
-        }
-        row = replace(row, bf16=others)
-    return row
+    if row is None or row.status != "ok" or row.bf16:
+        return row
+    # one that was measured without baselines: those of its shape stand in rows of their own
+    plain = [r for r in run.rows if r.backend.startswith("bf16") and r.case == row.case.shape]
+    return replace(row, bf16={r.backend: r.graph.us for r in plain if r.graph})
 
 
 def main(argv: Sequence[str] | None = None) -> int:

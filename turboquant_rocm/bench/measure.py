@@ -32,7 +32,6 @@ _ROUNDING: Final = {"bf16": 3e-3, "fp16": 4e-4}  # of dequantised tokens
 _STORED_AT_ONCE: Final = 16384  # tokens
 _CHECKED_ROWS: Final = 2048  # tokens at each end of a sequence, of dequantize
 _CHECKED_STORES: Final = 512  # tokens at each end of a call, of store
-_BF16_PRESET: Final = "turboquant_k8v4"  # stands in a baseline's case, where it means nothing
 
 
 @dataclass(frozen=True)
@@ -408,7 +407,7 @@ class Harness:
 
     def baselines(self, case: Case) -> tuple[Row, ...]:
         """bf16 on the same shape, as rows; measured once per shape."""
-        case = replace(case, preset=_BF16_PRESET)
+        case = case.shape
         if case not in self._baselines:
             rows = []
             for name, run in _BASELINES[case.operation]:

@@ -32,7 +32,7 @@ def panels(rows: Iterable[Row]) -> tuple[Panel, ...]:
     found: dict[Case, dict[str, dict[int, tuple[float, float]]]] = {}
     for row in rows:
         if row.status == "ok" and row.graph is not None and row.case.operation == "decode":
-            shape = replace(row.case, preset="turboquant_k8v4", context=4096)
+            shape = replace(row.case.shape, context=4096)
             line = found.setdefault(shape, {}).setdefault(_label(row), {})
             line[row.case.context] = (row.graph.us, row.graph.spread)
     made = []
