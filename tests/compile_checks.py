@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 from tests.cases import layer_spec
 from turboquant_rocm import Decision, get_preset, make_layout
 from turboquant_rocm.backends._triton.decode import decode_kernel
-from turboquant_rocm.backends._triton.ops import ARGUMENTS, DecodePlan
+from turboquant_rocm.backends._triton.ops import ARGUMENTS, JOINED, PARTIAL, DecodePlan
 from turboquant_rocm.backends._triton.prepare import prepare_kernel
 from turboquant_rocm.backends._triton.reduce import reduce_kernel
 from turboquant_rocm.target import get_target
@@ -108,7 +108,7 @@ def specs(full: bool) -> Iterator[Spec]:
         yield Spec("prepare", head_size=head_size)
         yield Spec("prepare", head_size=head_size, cut=True)
         yield Spec("reduce", head_size=head_size, cut=True)
-        for splits in (8, 64, 256):
+        for splits in (8, 32, 64, 256):
             yield Spec("reduce", head_size=head_size, splits=splits)
         for layout in ("soa", "aos"):
             for preset in ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc"):
@@ -140,21 +140,20 @@ def build(arch: str, spec: Spec) -> Built:
     multi = spec.queries > 1
     types: dict[str, torch.dtype] = {}
     if spec.kernel == "prepare":
-        constants = plan.prepare_constants(spec.cut, plan.columns(1))
+        constants = plan.prepare_constants(cut=spec.cut, columns=plan.columns(1))
         kernel, types = prepare_kernel, {"query_ptr": torch.bfloat16}
     elif spec.kernel == "reduce":
         kernel, constants, types = (
             reduce_kernel,
             plan.reduce_constants(multi, True, spec.splits, spec.cut),
-            {"out_ptr": torch.bfloat16},
+            {**JOINED, "out_ptr": torch.bfloat16},
         )
     else:
         kernel = decode_kernel
         constants = plan.decode_constants(
             plan.columns(spec.queries), multi, spec.direct, spec.direct, cut=spec.cut
         )
-        if spec.direct:
-            types = {"out_ptr": torch.bfloat16}
+        types = {"out_ptr": torch.bfloat16} if spec.direct else dict(PARTIAL)
     compiled = compile_for(arch, kernel, constants, types)
     return read_amd(compiled) if target.vendor == "amd" else read_nvidia(compiled)
 

@@ -62,6 +62,8 @@ from .device import (
     centroid_pairs4,
     fp8_pairs,
     fp8_unpack,
+    fp16_pair,
+    fp16_range,
     funnel,
     gdc_launch_dependents,
     gdc_wait,
@@ -75,13 +77,14 @@ from .device import (
     value_steps,
     value_words,
 )
-from .schedule import piece_of, visible_tiles
+from .schedule import piece_of, piece_range, piece_taken, visible_tiles
 
 __all__ = ["decode_kernel"]
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 _P_LOG2 = tl.constexpr(14)  # log2 of where fp16(P * scale * r) ends
+_PART_TOP = tl.constexpr(14)  # log2 of where the largest number of a partial result begins
 _CENTROID_EPS = tl.constexpr(1e-16)
 
 
@@ -816,15 +819,15 @@ def _part(
     row,  # [N] int64
     q_head,  # [N]
     splits,
-    split,
+    part,  # the split, or with CUT the piece
     HQ: tl.constexpr,
     CUT: tl.constexpr,
 ):
     """Where the partial results of this program's columns go, [N]."""
     if CUT:
-        out = tl.program_id(1).to(tl.int64) * HQ + q_head
+        out = part.to(tl.int64) * HQ + q_head
     else:
-        out = row * splits + split
+        out = row * splits + part
     return out
 
 
@@ -839,6 +842,8 @@ _ARGUMENT_NAMES = (
     "lse_token_stride",
     "lse_head_stride",
     "min_tiles",
+    "pieces",
+    "skew",
 )
 
 
@@ -858,8 +863,8 @@ def decode_kernel(
     schedule_ptr,  # [2 + 2 P + 2 B] int32; not read unless CUT
     sinks_ptr,  # [Hq] fp32; not read unless SINKS and DIRECT
     tables_ptr,  # [TABLE_WORDS, 4] int32, the numbers of TABLE four times over; read on NVIDIA only
-    out_ptr,  # DIRECT: [N, Hq, Dv]; else partial results [N * Hq, S, RP] fp32, with CUT [P, Hq, RP]
-    lse_ptr,  # DIRECT: [N, Hq] fp32 natural logarithm; else [N * Hq, S] fp32, base 2, with CUT [P, Hq]
+    out_ptr,  # DIRECT: [N, Hq, Dv]; else partial results [N * Hq, S, RW] int32, pairs; with CUT [P, Hq, RW]
+    lse_ptr,  # DIRECT: [N, Hq] fp32 natural logarithm; else [N * Hq, S, 2] fp32, lse and scale; with CUT [P, Hq, 2]
     table_stride,
     out_token_stride,  # DIRECT only
     out_head_stride,
@@ -870,6 +875,8 @@ def decode_kernel(
     window,
     splits,  # S
     min_tiles,  # fewest tiles a split takes
+    pieces,  # P; not used unless CUT
+    skew,  # of the sizes of pieces, see schedule.py; not used unless CLASSES > 1
     HQ: tl.constexpr,
     HK: tl.constexpr,
     G: tl.constexpr,  # Hq / Hk
@@ -907,6 +914,7 @@ def decode_kernel(
     WRITE_LSE: tl.constexpr,
     PDL: tl.constexpr,  # programmatic dependent launch, see ops.py
     CUT: tl.constexpr,  # only without MULTI and DIRECT
+    CLASSES: tl.constexpr,  # of pieces by size, see schedule.py; not used unless CUT
     TARGET: tl.constexpr,
 ):
     GROUPS: tl.constexpr = T // 16
@@ -921,18 +929,25 @@ def decode_kernel(
     KSPAN: tl.constexpr = KEY[1] * KEY[2]
     KP: tl.constexpr = KSPAN * KEY[3]
     ROWS: tl.constexpr = VALUE[1] * VALUE[2]
-    RP: tl.constexpr = ROWS * VALUE[3]
+    PAIRS: tl.constexpr = (VUNITS + 1) // 2  # of units, in partial results
     MIDDLE: tl.constexpr = 1 << (VALUE[0] - 1)
 
     head = tl.program_id(0) % HK
     first_column = (tl.program_id(0) // HK) * N
     first_query = first_column // G
     if CUT:
-        sequence, split, tiles_per_split = piece_of(schedule_ptr, tl.program_id(1))
+        part = piece_taken(tl.program_id(1), tl.num_programs(1), CLASSES)
+        if CLASSES > 1:
+            if part >= pieces:
+                return
+        if PDL:  # prepare wrote the schedule as well
+            gdc_wait()
+        sequence, split, tiles_per_split = piece_of(schedule_ptr, part)
         if sequence < 0:
             return
     else:
         split = tl.program_id(1)
+        part = split
         sequence = tl.program_id(2)
     seq_len = tl.load(seq_lens_ptr + sequence)
     if MULTI:
@@ -964,11 +979,14 @@ def decode_kernel(
     else:
         tiles = (tl.maximum(end - start, 0) + T - 1) // T
         tiles_per_split = tl.maximum((tiles + splits - 1) // splits, min_tiles)
-    tile_low = split * tiles_per_split
-    tile_high = tl.minimum(tile_low + tiles_per_split, tiles)
+    if CUT and CLASSES > 1:
+        tile_low, tile_high = piece_range(split, part, tiles_per_split, tiles, skew, CLASSES)
+    else:
+        tile_low = split * tiles_per_split
+        tile_high = tl.minimum(tile_low + tiles_per_split, tiles)
     if not DIRECT:
         if tile_low >= tile_high:
-            tl.store(lse_ptr + _part(row, q_head, splits, split, HQ, CUT), float("-inf"), live)
+            tl.store(lse_ptr + 2 * _part(row, q_head, splits, part, HQ, CUT), float("-inf"), live)
             return
 
     # Which token and which part of its row each lane reads. Lanes are dealt out over the dimensions of a tile in
@@ -1037,7 +1055,7 @@ def decode_kernel(
             VA, VB, VC, T, VALUE, VALUE_DATA, VALUE_SCALE, VALUE_ZERO, BLOCK_SIZE, RUNS,
         )  # fmt: skip
         pages = _page_ids(table_ptr, tl.minimum(token + T, last_token), last_group, some, BLOCK_SIZE, GROUPS)
-    if PDL:  # up to here nothing depends on the kernel before this one; it wrote the queries
+    if PDL and not CUT:  # up to here nothing depends on the kernel before this one; it wrote the queries
         gdc_wait()
     column_scale = tl.load(query_scale_ptr + row, live, 0.0) * scale_log2
     k_index = tl.arange(0, KSPAN)
@@ -1221,27 +1239,37 @@ def decode_kernel(
     shift = total_offset * norm_out
 
     r = tl.arange(0, ROWS)
-    part = _part(row, q_head, splits, split, HQ, CUT)
+    results = ()
     for u in tl.static_range(VUNITS):
         result = acc[u] * back[None, :]
         if BARE_VALUES:
             result *= _value_scale(r, VALUE[0], VL)[:, None]
-        result += shift[None, :]
-        if DIRECT:
-            lane = r % VL
+        results = results + (result + shift[None, :],)
+    if DIRECT:
+        lane = r % VL
+        at = (query_base + query).to(tl.int64) * out_token_stride + q_head * out_head_stride
+        for u in tl.static_range(VUNITS):
             if VALUE[4] > 0:
                 dim = (((u // VALUE[4]) * VL + lane) * VALUE[4] + u % VALUE[4]) * VALUE[2] + r // VL
             else:
                 dim = (lane * VALUE[3] + u) * VALUE[2] + r // VL
-            at = (query_base + query).to(tl.int64) * out_token_stride + q_head * out_head_stride
             keep = live[None, :] & (dim < DV)[:, None]
-            tl.store(out_ptr + at[None, :] + dim[:, None], result.to(out_ptr.dtype.element_ty), keep)
-        else:
-            at = part * RP
-            tl.store(out_ptr + at[None, :] + (u * ROWS + r)[:, None], result, live[None, :])
-    if DIRECT:
+            tl.store(out_ptr + at[None, :] + dim[:, None], results[u].to(out_ptr.dtype.element_ty), keep)
         if WRITE_LSE:
             at = (query_base + query).to(tl.int64) * lse_token_stride + q_head * lse_head_stride
             tl.store(lse_ptr + at, lse * _LN2, live)
     else:
-        tl.store(lse_ptr + part, lse, live)
+        most = tl.zeros((ROWS, N), tl.float32)
+        for u in tl.static_range(VUNITS):
+            most = tl.maximum(most, tl.abs(results[u]))
+        to_half, from_half = fp16_range(tl.max(most, axis=0).to(tl.int32, bitcast=True), _PART_TOP)
+        where = _part(row, q_head, splits, part, HQ, CUT)
+        for i in tl.static_range(PAIRS):
+            low = results[2 * i] * to_half[None, :]
+            high = low  # of the last of an odd number nothing
+            if 2 * i + 1 < VUNITS:
+                high = results[2 * i + 1] * to_half[None, :]
+            at = where * (PAIRS * ROWS) + i * ROWS
+            tl.store(out_ptr + at[None, :] + r[:, None], fp16_pair(low, high, TARGET), live[None, :])
+        tl.store(lse_ptr + 2 * where, lse, live)
+        tl.store(lse_ptr + 2 * where + 1, from_half, live)

@@ -31,6 +31,8 @@ __all__ = [
     "centroid_pairs4",
     "fp8_pairs",
     "fp8_unpack",
+    "fp16_pair",
+    "fp16_range",
     "funnel",
     "gdc_launch_dependents",
     "gdc_wait",
@@ -54,6 +56,7 @@ FP8_SCALE = 256.0
 GUESS_BASE = 1.5 * 2.0**23
 """Added to a small number, it rounds that to an integer and has it in the low bits of the sum."""
 _GUESS_BITS = tl.constexpr(0x4B400000)
+_LEAST_EXPONENT = tl.constexpr(27)  # biased, of 2^-100
 
 
 def pair_order(target: str, units: int) -> tuple[int, ...]:
@@ -71,6 +74,37 @@ def halves(
     low = pair.to(tl.int16).to(tl.float16, bitcast=True)
     high = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
     return low, high
+
+
+@triton.jit
+def fp16_pair(
+    low,  # fp32
+    high,  # fp32
+    TARGET: tl.constexpr,
+):
+    """The pair of two numbers, rounded to fp16; int32. One instruction on NVIDIA, which of its own accord takes two
+    slow ones."""
+    if TARGET == "cuda":
+        out = tl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        bits = low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        out = bits | (high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    return out
+
+
+@triton.jit
+def fp16_range(
+    largest,  # int32, the bits of the largest magnitude of some fp32 numbers
+    TOP: tl.constexpr,
+):
+    """(2^k, 2^-k), fp32: multiplied by the first, the largest lies in [2^TOP, 2^(TOP + 1)), where fp16 has all its 11
+    bits and numbers far below it are still normal. Where all are below 2^-100, as if one were 2^-100; of infinity and
+    NaN any."""
+    biased = tl.maximum(largest >> 23, _LEAST_EXPONENT)
+    up = ((-biased + (254 + TOP)) << 23).to(tl.float32, bitcast=True)
+    return up, ((biased - TOP) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit

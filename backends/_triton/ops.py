@@ -57,16 +57,19 @@ ARGUMENTS: Mapping[str, Any] = {
     "part_ptr": torch.float32, "part_lse_ptr": torch.float32,
     "rows": 1, "batch": 1, "pieces": 1, "token_stride": 1, "head_stride": 1, "table_stride": 1, "out_token_stride": 1,
     "out_head_stride": 1, "lse_token_stride": 1, "lse_head_stride": 1, "window": 1, "splits": 1, "min_tiles": 1,
-    "scale_log2": 1.0, "soft_cap": 1.0,
+    "skew": 1, "scale_log2": 1.0, "soft_cap": 1.0,
 }  # fmt: skip
 """Stand-ins for the arguments of the kernels, for compiling them ahead of time."""
+PARTIAL: Mapping[str, torch.dtype] = {"out_ptr": torch.int32}
+JOINED: Mapping[str, torch.dtype] = {"part_ptr": torch.int32}
+"""Of decode where it writes partial results, and of reduce."""
 
 _ROWS_PER_PREPARE = 16
 MAX_SPLITS = 256
 """Of a sequence."""
 _NEARLY_ALL = 0.98
 _MAX_GRID = 65535  # second dimension of a grid on NVIDIA
-_JOINS = ((8, 8, 1, 1), (64, 64, 4, 2), (MAX_SPLITS, 256, 8, 4))
+_JOINS = ((8, 8, 1, 1), (32, 32, 2, 1), (64, 64, 4, 2), (MAX_SPLITS, 256, 8, 4))
 """How the splits of a row are joined: (up to that many splits, splits read at once, parts of a row, warps of a part).
 A row waits for as many reads in turn as it has chunks of splits, so all are read at once, and many splits take parts of
 few numbers."""
@@ -130,6 +133,7 @@ class Launch:
     numbers: int
     """Of the schedule."""
     min_tiles: int
+    skew: int
     matrix: torch.Tensor
     tables: torch.Tensor
     plan: DecodePlan
@@ -172,7 +176,7 @@ class DecodePlan:
         # room for prepare starts together with it. Each waits before it reads what the one before it writes; all else
         # was written before prepare was started, because prepare is launched in the order of the stream. A decode that
         # fills the device must not: programs that come while others hold registers leave holes between theirs that
-        # fit none, and what would be one wave of programs becomes two.
+        # fit none, and what would be one wave of programs becomes two. It is launched when prepare is about to end.
         self.pdl = self.kind == "cuda" and int(target.arch.removeprefix("sm_")) >= 90
         self.planes = 0
         if base["int8_keys"] and not preset.fp8_keys and not corrects_norm(layout):
@@ -263,8 +267,9 @@ class DecodePlan:
         """Column tiles of a KV head."""
         return -(-max_query_len * self.layer.gqa_ratio // self.columns(max_query_len))
 
-    def prepare_constants(self, cut: bool = False, columns: int = 0) -> dict[str, Any]:
-        """Constexprs and options of the prepare kernel. cut: it writes a schedule for tiles of ``columns`` columns."""
+    def prepare_constants(self, early: bool = False, cut: bool = False, columns: int = 0) -> dict[str, Any]:
+        """Constexprs and options of the prepare kernel. early: decode starts while it runs, where the target can. cut:
+        it writes a schedule for tiles of ``columns`` columns."""
         d = self.layout.head_size
         return {
             "HQ": self.layer.num_heads,
@@ -275,6 +280,7 @@ class DecodePlan:
             # padded sizes carry masks, in scalar registers that run out: fewer dims at once
             "CHUNK": min(128 if self.kind == "cuda" else 64, d) if d & (d - 1) == 0 else 32,
             "PDL": self.pdl,
+            "EARLY": self.pdl and early,
             "BASE": self.base,
             "CODES": self.planes == 1 and self.layout.preset.key_bits == 4,
             "STRETCH": self.stretch,
@@ -289,10 +295,9 @@ class DecodePlan:
         }
 
     def decode_constants(
-        self, columns: int, multi: bool, direct: bool, write_lse: bool, early: bool = False, cut: bool = False
+        self, columns: int, multi: bool, direct: bool, write_lse: bool, cut: bool = False
     ) -> dict[str, Any]:
-        """Constexprs and options of the decode kernel. early: start it while prepare runs, where the target can.
-        cut: its programs are the pieces of a schedule."""
+        """Constexprs and options of the decode kernel. cut: its programs are the pieces of a schedule."""
         choice = self.tuned(columns)
         return {
             **self.constants,
@@ -303,7 +308,8 @@ class DecodePlan:
             "DIRECT": direct,
             "WRITE_LSE": write_lse and direct,
             "CUT": cut,
-            **({"launch_pdl": True} if self.pdl and early else {}),
+            "CLASSES": choice["classes"] if cut else 1,
+            **({"launch_pdl": True} if self.pdl else {}),
             "num_warps": choice["num_warps"],
             "num_stages": choice["num_stages"],
             "enable_fp_fusion": True,
@@ -323,8 +329,8 @@ class DecodePlan:
             "HQ": self.layer.num_heads,
             "DV": self.layout.value_head_size,
             "VALUE": self.constants["VALUE"],
-            "RP": self.value.rows,
-            "RP2": triton.next_power_of_2(self.value.rows),
+            "RW": self.value.part_words,
+            "RW2": triton.next_power_of_2(self.value.part_words),
             "CHUNK": chunk,
             "PARTS": parts,
             "MULTI": multi,
@@ -337,6 +343,10 @@ class DecodePlan:
             "num_stages": 1,
             "enable_fp_fusion": True,
         }
+
+    def scratch(self, rows: int, splits: int, numbers: int = 0) -> tuple[int, ...]:
+        """What to ask a :class:`Workspace` for. numbers: of the schedule."""
+        return rows, self.key.columns, splits, self.value.part_words, numbers, 2
 
     def visible(self, max_context: int, max_query_len: int) -> int:
         """The widest range of tokens that one column tile can see."""
@@ -372,9 +382,9 @@ class DecodePlan:
     def cut(self, batch: int, max_context: int, splits: int, compute_units: int) -> int:
         """Room for pieces if a batch of one query token each is to be cut by its lengths, else 0.
 
-        As many as without a schedule; ``cut_pieces`` to a sequence where sequences would not be split. Not where the
-        shortest splits leave half of the device free: a schedule comes from prepare, and waiting for it costs more than
-        it brings.
+        As many as without a schedule, twice as many where pieces of half the size are still ``double_from`` tokens
+        long, and ``cut_pieces`` to a sequence where sequences would not be split. Not where the shortest splits leave
+        half of the device free: a schedule comes from prepare, and waiting for it costs more than it brings.
         """
         choice = self.tuned(self.columns(1))
         half = choice["programs_per_cu"] * compute_units // 2
@@ -382,8 +392,19 @@ class DecodePlan:
             return 0
         if splits == 1 and self.visible(max_context, 1) < choice["cut_from"]:
             return 0
-        pieces = batch * (splits if splits > 1 else choice["cut_pieces"])
-        return pieces if pieces <= _MAX_GRID else 0
+        each = choice["cut_pieces"]
+        if splits > 1:
+            each, least = splits, choice["double_from"]
+            if least and 2 * splits <= MAX_SPLITS and self.visible(max_context, 1) >= 2 * splits * least:
+                each = 2 * splits
+        pieces = batch * each
+        return pieces if pieces + choice["classes"] <= _MAX_GRID else 0
+
+    def skew(self, pieces: int, compute_units: int) -> int:
+        """By how much pieces differ in size (schedule.py): where not all of them run at once."""
+        choice = self.tuned(self.columns(1))
+        capacity = choice["programs_per_cu"] * compute_units
+        return int(choice["skew"]) if pieces * self.layer.num_kv_heads > capacity else 0
 
 
 class TritonOps:
@@ -480,7 +501,7 @@ class TritonOps:
         plan, rows, splits = launch.plan, launch.rows, launch.splits
         direct = launch.reduce is None
         queries, query_scales, part, part_lse, schedule = (workspace or default_workspace(query.device)).take(
-            rows, plan.key.columns, 0 if direct else splits, plan.value.rows, launch.numbers
+            *plan.scratch(rows, 0 if direct else splits, launch.numbers)
         )
         starts = seq_lens if query_start_loc is None else query_start_loc
         some_sinks = query_scales if sinks is None else sinks
@@ -497,7 +518,7 @@ class TritonOps:
             out if direct else part,
             some_lse if direct else part_lse,
             block_table.stride(0), out_token, out_head, lse_token, lse_head,
-            scale * plan.factor, self._soft_cap, self._window, splits, launch.min_tiles,
+            scale * plan.factor, self._soft_cap, self._window, splits, launch.min_tiles, launch.pieces, launch.skew,
         )  # fmt: skip
         if launch.reduce is not None:
             launch.reduce(
@@ -543,44 +564,44 @@ class TritonOps:
                 columns = plan.columns(length)
                 rows = batch * length * self.layer.num_heads
                 splits, _, _ = self._split(plan, batch, max_context, length, False, device)
-                nbytes = max(nbytes, space.needed(rows, plan.key.columns, splits, plan.value.rows))
+                nbytes = max(nbytes, space.needed(*plan.scratch(rows, splits)))
                 if length == 1:
                     average, pieces, _ = self._split(plan, batch, max_context, 1, True, device)
                     if pieces:
                         most_pieces = max(most_pieces, average)
                         numbers = schedule_size(pieces, batch)
-                        nbytes = max(
-                            nbytes, space.needed(rows, plan.key.columns, average, plan.value.rows, numbers)
-                        )
+                        nbytes = max(nbytes, space.needed(*plan.scratch(rows, average, numbers)))
                 most_splits = max(most_splits, splits)
                 modes |= {(columns, multi, s == 1) for multi in {length > 1, True} for s in {1, splits}}
                 if length == 1:
                     modes |= {(columns, False, s == 1) for s in {1, splits}}
         space.reserve(nbytes)
         some_lse = (False, True) if lse is None else (lse,)
-        compiled = [self._compile(prepare_kernel, plan.prepare_constants(), {"query_ptr": dtype})]
+        compiled = [
+            self._compile(prepare_kernel, plan.prepare_constants(early), {"query_ptr": dtype})
+            for early in ((False, True) if plan.pdl else (False,))
+        ]
         for columns, multi, direct in sorted(modes):
             for write in some_lse:
                 if direct:
                     constants = plan.decode_constants(columns, multi, True, write)
                     compiled.append(self._compile(decode_kernel, constants, {"out_ptr": dtype}))
                 else:
-                    for early in (False, True) if plan.pdl else (False,):
-                        constants = plan.decode_constants(columns, multi, False, False, early)
-                        compiled.append(self._compile(decode_kernel, constants, {}))
+                    constants = plan.decode_constants(columns, multi, False, False)
+                    compiled.append(self._compile(decode_kernel, constants, PARTIAL))
                     for splits in _joined(most_splits):
                         constants = plan.reduce_constants(multi, write, splits)
-                        compiled.append(self._compile(reduce_kernel, constants, {"out_ptr": dtype}))
+                        compiled.append(self._compile(reduce_kernel, constants, JOINED | {"out_ptr": dtype}))
         if most_pieces:
             columns = plan.columns(1)
-            constants = plan.prepare_constants(True, columns)
+            constants = plan.prepare_constants(cut=True, columns=columns)
             compiled.append(self._compile(prepare_kernel, constants, {"query_ptr": dtype}))
             constants = plan.decode_constants(columns, False, False, False, cut=True)
-            compiled.append(self._compile(decode_kernel, constants, {}))
+            compiled.append(self._compile(decode_kernel, constants, PARTIAL))
             for write in some_lse:
                 for splits in _joined(most_pieces):
                     constants = plan.reduce_constants(False, write, splits, True)
-                    compiled.append(self._compile(reduce_kernel, constants, {"out_ptr": dtype}))
+                    compiled.append(self._compile(reduce_kernel, constants, JOINED | {"out_ptr": dtype}))
         return len({id(kernel) for kernel in compiled})
 
     @staticmethod
@@ -633,6 +654,7 @@ class TritonOps:
         heads = self.layer.num_kv_heads * plan.column_tiles(max_query_len)
         min_tiles = 1 if self.fixed_splits else -(-choice["min_tokens"] // choice["tokens"])
         reduce = None
+        classes = choice["classes"]
         if not direct:
             constants = plan.reduce_constants(not single, not no_lse, splits, bool(pieces))
             reduce = Kernel(reduce_kernel, (rows, constants["PARTS"], 1), constants)
@@ -640,12 +662,12 @@ class TritonOps:
             prepare=Kernel(
                 prepare_kernel,
                 (-(-rows // _ROWS_PER_PREPARE) + bool(pieces), 1, 1),
-                plan.prepare_constants(bool(pieces), columns),
+                plan.prepare_constants(early, bool(pieces), columns),
             ),
             decode=Kernel(
                 decode_kernel,
-                (heads, pieces, 1) if pieces else (heads, splits, batch),
-                plan.decode_constants(columns, not single, direct, not no_lse, early, bool(pieces)),
+                (heads, -(-pieces // classes) * classes, 1) if pieces else (heads, splits, batch),
+                plan.decode_constants(columns, not single, direct, not no_lse, bool(pieces)),
             ),
             reduce=reduce,
             rows=rows,
@@ -654,6 +676,7 @@ class TritonOps:
             pieces=pieces,
             numbers=schedule_size(pieces, batch) if pieces else 0,
             min_tiles=min_tiles,
+            skew=plan.skew(pieces, _compute_units(device)),
             matrix=self._matrix[device, aligned],
             tables=self._tables[device, aligned],
             plan=plan,

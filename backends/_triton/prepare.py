@@ -21,13 +21,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device import GUESS_BASE, gdc_launch_dependents, nibble_order
+from .device import GUESS_BASE, fp16_range, gdc_launch_dependents, nibble_order
 from .schedule import cut_batch
 
 __all__ = ["prepare_kernel"]
 
-_LEAST_EXPONENT = tl.constexpr(27)  # biased: rows below 2^-100 are scaled as if they were 2^-100
-_LEAST = tl.constexpr(2.0**-100)
+_LEAST = tl.constexpr(2.0**-100)  # rows below are scaled as if they were that
 _ROUND = tl.constexpr(GUESS_BASE)
 
 
@@ -56,6 +55,7 @@ def prepare_kernel(
     R: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
+    EARLY: tl.constexpr,  # with PDL: decode starts at once, not when this ends
     BASE: tl.constexpr,  # unless 0: [N * Hq, 2, KP] int8 in place of fp16, BASE * upper + lower
     CODES: tl.constexpr,  # lower in the order of device.nibble_order
     STRETCH: tl.constexpr,  # of lower
@@ -65,12 +65,14 @@ def prepare_kernel(
     T: tl.constexpr,  # tokens of a tile
     WINDOW: tl.constexpr,
 ):
-    if PDL:
+    if PDL and EARLY:
         gdc_launch_dependents()
     program = tl.program_id(0)
     if CUT:
         if program == 0:
             cut_batch(seq_lens_ptr, schedule_ptr, batch, pieces, window, min_tiles, MOST, T, WINDOW)
+            if PDL and not EARLY:
+                gdc_launch_dependents()
             return
         program -= 1
     row = program.to(tl.int64) * R + tl.arange(0, R)
@@ -94,10 +96,7 @@ def prepare_kernel(
         up = size / (127 * BASE)
         up = tl.where((largest >> 23) == 255, float("nan"), up)  # int8 has no number that says so
     else:
-        biased = tl.maximum(largest >> 23, _LEAST_EXPONENT)
-        TOP: tl.constexpr = 11  # log2 of where the largest number of a row begins
-        down = ((-biased + (254 + TOP)) << 23).to(tl.float32, bitcast=True)  # 2^(TOP - e)
-        up = ((biased - TOP) << 23).to(tl.float32, bitcast=True)  # its inverse
+        down, up = fp16_range(largest, 11)
         y = y * down[:, None]
     tl.store(scale_ptr + row, up, inside)
     keep = inside[:, None] & (column < KP)[None, :]
@@ -113,3 +112,5 @@ def prepare_kernel(
         tl.store(at + KP, lower, keep)
     else:
         tl.store(prepared_ptr + row[:, None] * KP + column[None, :], y.to(tl.float16), keep)
+    if PDL and not EARLY:
+        gdc_launch_dependents()

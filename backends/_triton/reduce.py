@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device import gdc_wait
+from .device import gdc_wait, halves
 from .schedule import pieces_of
 
 __all__ = ["reduce_kernel"]
@@ -29,8 +29,8 @@ _LN2 = tl.constexpr(0.6931471805599453)
     do_not_specialize_on_alignment=("query_start_ptr", "schedule_ptr", "sinks_ptr", "out_ptr", "lse_ptr"),
 )  # fmt: skip
 def reduce_kernel(
-    part_ptr,  # [N * Hq, S, RP] fp32, or with CUT [P, Hq, RP]
-    part_lse_ptr,  # [N * Hq, S] fp32, base 2, or with CUT [P, Hq]
+    part_ptr,  # [N * Hq, S, RW] int32, pairs of fp16 numbers of neighbouring units, or with CUT [P, Hq, RW]
+    part_lse_ptr,  # [N * Hq, S, 2] fp32, lse (base 2) and what the numbers must be multiplied by, or [P, Hq, 2]
     query_start_ptr,  # [B + 1] int32; not read unless MULTI
     schedule_ptr,  # [2 + 2 P + 2 B] int32; not read unless CUT
     sinks_ptr,  # [Hq] fp32; not read unless SINKS
@@ -46,8 +46,8 @@ def reduce_kernel(
     HQ: tl.constexpr,
     DV: tl.constexpr,
     VALUE: tl.constexpr,  # (bits, lanes, unit, units, vec, ...), see tile.py
-    RP: tl.constexpr,
-    RP2: tl.constexpr,  # RP rounded up to a power of two
+    RW: tl.constexpr,  # words of a partial result
+    RW2: tl.constexpr,  # rounded up to a power of two
     CHUNK: tl.constexpr,  # splits read at once
     PARTS: tl.constexpr,  # of a row, a power of two
     MULTI: tl.constexpr,
@@ -71,25 +71,30 @@ def reduce_kernel(
     if PDL:
         gdc_wait()
 
-    WIDTH: tl.constexpr = RP2 // PARTS
-    r = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    WIDTH: tl.constexpr = RW2 // PARTS
+    w = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     c = tl.arange(0, CHUNK)
     largest = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((), tl.float32)
-    acc = tl.zeros((WIDTH,), tl.float32)
+    acc_low = tl.zeros((WIDTH,), tl.float32)
+    acc_high = tl.zeros((WIDTH,), tl.float32)
     for first in range(0, splits, CHUNK):
         chunk = first + c
         inside = chunk < splits
-        lse = tl.load(part_lse_ptr + at_part + chunk * step, inside, float("-inf"))
-        at = part_ptr + (at_part + chunk * step)[:, None] * RP + r[None, :]
-        x = tl.load(at, inside[:, None] & (r < RP)[None, :], 0.0)
-        x = tl.where((lse > float("-inf"))[:, None], x, 0.0)  # a split without a key wrote nothing else
+        part = at_part + chunk * step
+        lse = tl.load(part_lse_ptr + 2 * part, inside, float("-inf"))
+        scale = tl.load(part_lse_ptr + 2 * part + 1, inside, 0.0)
+        pairs = tl.load(part_ptr + part[:, None] * RW + w[None, :], inside[:, None] & (w < RW)[None, :], 0)
+        wrote = lse > float("-inf")  # a split without a key wrote nothing else
+        low, high = halves(tl.where(wrote[:, None], pairs, 0))
         joint = tl.maximum(largest, tl.max(lse, axis=0))
         reference = tl.where(joint > float("-inf"), joint, 0.0)
         before = tl.exp2(largest - reference)
         weight = tl.exp2(lse - reference)
         total = total * before + tl.sum(weight, axis=0)
-        acc = acc * before + tl.sum(x * weight[:, None], axis=0)
+        weight = tl.where(wrote, weight * scale, 0.0)[:, None]
+        acc_low = acc_low * before + tl.sum(low.to(tl.float32) * weight, axis=0)
+        acc_high = acc_high * before + tl.sum(high.to(tl.float32) * weight, axis=0)
         largest = joint
     seen = largest > float("-inf")
     largest = tl.where(seen, largest, 0.0)
@@ -98,20 +103,23 @@ def reduce_kernel(
         joint = tl.where(seen, tl.maximum(largest, sink), 0.0)
         less = tl.exp2(largest - joint)
         total = total * less + tl.exp2(sink - joint)
-        acc *= less
+        acc_low *= less
+        acc_high *= less
         largest = joint
-    acc = tl.where(seen, acc / total, 0.0)
+    norm = tl.where(seen, 1.0 / total, 0.0)
 
     SPAN: tl.constexpr = VALUE[1] * VALUE[2]
-    unit = r // SPAN
-    lane = r % VALUE[1]
-    code = (r % SPAN) // VALUE[1]
-    if VALUE[4] > 0:
-        dim = (((unit // VALUE[4]) * VALUE[1] + lane) * VALUE[4] + unit % VALUE[4]) * VALUE[2] + code
-    else:
-        dim = (lane * VALUE[3] + unit) * VALUE[2] + code
-    at = token * out_token_stride + head * out_head_stride + dim
-    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), (r < RP) & (dim < DV))
+    lane = w % VALUE[1]
+    code = (w % SPAN) // VALUE[1]
+    row_ptr = out_ptr + token * out_token_stride + head * out_head_stride
+    for i in tl.static_range(2):
+        unit = w // SPAN * 2 + i
+        if VALUE[4] > 0:
+            dim = (((unit // VALUE[4]) * VALUE[1] + lane) * VALUE[4] + unit % VALUE[4]) * VALUE[2] + code
+        else:
+            dim = (lane * VALUE[3] + unit) * VALUE[2] + code
+        out = (acc_high if i else acc_low) * norm
+        tl.store(row_ptr + dim, out.to(out_ptr.dtype.element_ty), (w < RW) & (unit < VALUE[3]) & (dim < DV))
     if WRITE_LSE:
         lse = tl.where(seen, (largest + tl.log2(total)) * _LN2, float("-inf"))
         tl.store(lse_ptr + token * lse_token_stride + head * lse_head_stride, lse, tl.program_id(1) == 0)

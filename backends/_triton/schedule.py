@@ -11,6 +11,11 @@ CANDIDATES values in between the first that fits is taken. It is more where a se
 The schedule, int32 [2 + 2 P + 2 B]: t, 0, then (sequence, first piece of that sequence) of every piece, sequence -1
 where there is none, then (first piece, number of pieces) of every sequence.
 
+Sizes. Where not all pieces run at once, those that run last should be small: the device is idle from when the first of
+its programs finds no further piece. So with CLASSES > 1 piece p is of class p % CLASSES; class 0 is launched first and
+takes (64 + skew) / 64 of t tiles, the last class (64 - skew) / 64, those between them in equal steps. What the classes
+of a sequence leave over falls to its last piece, which is at most t tiles long if it is not of class 0.
+
 Work: one pass over the lengths of 128 sequences, three if there are more. The sums and the prefix sums are what takes
 time: longer than rotating a tile of queries, which other programs do meanwhile, so there are few of them.
 """
@@ -20,7 +25,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["cut_batch", "piece_of", "pieces_of", "schedule_size", "visible_tiles"]
+__all__ = [
+    "cut_batch",
+    "piece_of",
+    "piece_range",
+    "piece_taken",
+    "pieces_of",
+    "schedule_size",
+    "visible_tiles",
+]
 
 _HEAD = tl.constexpr(2)  # numbers before the first pair
 _CANDIDATES = tl.constexpr(16)
@@ -60,6 +73,47 @@ def piece_of(
     sequence = tl.load(schedule_ptr + _HEAD + 2 * piece)
     first = tl.load(schedule_ptr + _HEAD + 2 * piece + 1)
     return sequence, piece - first, tl.load(schedule_ptr)
+
+
+@triton.jit
+def piece_taken(
+    program,
+    programs,  # a multiple of CLASSES
+    CLASSES: tl.constexpr,
+):
+    """The piece that a program takes, 0 to programs - 1: those of class 0 first."""
+    if CLASSES > 1:
+        each = programs // CLASSES
+        program = program % each * CLASSES + program // each
+    return program
+
+
+@triton.jit
+def piece_range(
+    number,  # of the piece in its sequence
+    piece,
+    share,  # tiles to a piece
+    tiles,  # of the sequence
+    skew,
+    CLASSES: tl.constexpr,
+):
+    """(first tile, past the last tile) of a piece; empty where the pieces before it took all."""
+    base = _lead(piece - number, skew, CLASSES)
+    low = share * number + (share * (_lead(piece, skew, CLASSES) - base) >> 6)
+    high = share * (number + 1) + (share * (_lead(piece + 1, skew, CLASSES) - base) >> 6)
+    high = tl.where((number + 1) * share >= tiles, tiles, high)  # the last one
+    return low, tl.minimum(high, tiles)
+
+
+@triton.jit
+def _lead(
+    piece,
+    skew,  # at most 31, or products with it overflow
+    CLASSES: tl.constexpr,
+):
+    """By how much the pieces before this one, from the last of class 0 on, exceed equal shares; in 64ths of one."""
+    c = piece % CLASSES
+    return skew * c * (CLASSES - c) // (CLASSES - 1)
 
 
 @triton.jit

@@ -157,6 +157,11 @@ class ValueTile(RowTile):
         """Rows of the accumulator, padding included."""
         return self.units * self.lanes * self.unit
 
+    @property
+    def part_words(self) -> int:
+        """Words of a partial result: two rows of the accumulator each, of neighbouring units."""
+        return -(-self.units // 2) * self.lanes * self.unit
+
     def dims(self) -> list[int]:
         """Dim of every row; at least ``dim`` for padding."""
         span = self.lanes * self.unit

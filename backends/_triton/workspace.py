@@ -41,18 +41,24 @@ class Workspace:
         self._views.clear()
 
     @staticmethod
-    def needed(rows: int, columns: int, splits: int, width: int, numbers: int = 0) -> int:
+    def needed(rows: int, columns: int, splits: int, width: int, numbers: int = 0, sums: int = 1) -> int:
         """Bytes that :meth:`take` needs."""
-        sizes = (rows * columns * 2, rows * 4, rows * splits * width * 4, rows * splits * 4, numbers * 4)
+        sizes = (
+            rows * columns * 2,
+            rows * 4,
+            rows * splits * width * 4,
+            rows * splits * sums * 4,
+            numbers * 4,
+        )
         return sum(-(-size // _ALIGN) * _ALIGN for size in sizes)
 
     def take(
-        self, rows: int, columns: int, splits: int, width: int, numbers: int = 0
+        self, rows: int, columns: int, splits: int, width: int, numbers: int = 0, sums: int = 1
     ) -> tuple[torch.Tensor, ...]:
         """Views for one call: queries [rows, columns] fp16, their scales [rows] fp32, partial results
-        [rows, splits, width] fp32 and their lse [rows, splits] fp32 (splits = 0: none), ``numbers`` int32. Contents
-        are undefined."""
-        key = (rows, columns, splits, width, numbers)
+        [rows, splits, width] and what goes with each, [rows, splits, sums] fp32 (splits = 0: none), ``numbers`` int32.
+        Partial results are fp32, or where two numbers go with them int32. Contents are undefined."""
+        key = (rows, columns, splits, width, numbers, sums)
         views = self._views.get(key)
         if views is None:
             self.reserve(self.needed(*key))
@@ -61,8 +67,8 @@ class Workspace:
             for shape, dtype in (
                 ((rows, columns), torch.float16),
                 ((rows,), torch.float32),
-                ((rows, splits, width), torch.float32),
-                ((rows, splits), torch.float32),
+                ((rows, splits, width), torch.float32 if sums == 1 else torch.int32),
+                ((rows, splits, sums), torch.float32),
                 ((numbers,), torch.int32),
             ):
                 count = 1

@@ -592,7 +592,7 @@ def test_the_workspace_is_what_decode_takes_at_most(name: str, arch: str):
                 else:
                     assert launcher.columns(length) <= backend.max_columns
                     splits = launcher.splits(batch, context, length, units)
-                    needed = Workspace.needed(heads, launcher.key.columns, splits, launcher.value.rows)
+                    needed = Workspace.needed(*launcher.scratch(heads, splits))
                 most = max(most, needed)
     assert 0 < most <= answer.workspace_bytes
 

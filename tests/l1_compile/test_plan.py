@@ -64,3 +64,20 @@ def test_a_batch_that_fills_the_device_waits_and_is_cut():
     assert not plan.early(8, splits, 1, UNITS)
     assert plan.cut(8, 8192, splits, UNITS) == 8 * splits
     assert plan.cut(8, 256, plan.splits(8, 256, 1, UNITS), UNITS) == 0  # half of the device is left
+
+
+def test_long_pieces_are_halved_and_differ_in_size():
+    """Two waves of programs, the large ones first: a batch of long sequences. Short ones run in one wave."""
+    plan = _plan()
+    splits = plan.splits(64, 8192, 1, UNITS)
+    assert splits == 3
+    assert plan.cut(64, 8192, splits, UNITS) == 64 * 6
+    assert plan.skew(64 * 6, UNITS) == 28
+    assert plan.cut(64, 4096, splits, UNITS) == 64 * 3
+    assert plan.skew(64 * 3, UNITS) == 0
+    assert plan.cut(2, 1 << 20, MAX_SPLITS, UNITS) == 2 * MAX_SPLITS
+    assert plan.cut(128, 4096, 1, UNITS) == 128 * 3
+    assert plan.skew(128 * 3, UNITS) == 28
+    amd = _plan("gfx942")
+    assert amd.cut(64, 65536, 3, UNITS) == 64 * 3
+    assert amd.skew(64 * 30, UNITS) == 0

@@ -11,13 +11,77 @@ import triton.language as tl
 
 from tests.decode_checks import LAYOUTS, PRESETS, Case, Config, check, decode, set_up
 from tests.schedule_checks import check_schedule
-from turboquant_rocm.backends._triton.schedule import visible_tiles
+from turboquant_rocm.backends._triton.schedule import piece_range, piece_taken, visible_tiles
 
 
 @triton.jit
 def tiles_kernel(seq_lens_ptr, tiles_ptr, window, T: tl.constexpr, WINDOW: tl.constexpr):
     i = tl.arange(0, 4)
     tl.store(tiles_ptr + i, visible_tiles(tl.load(seq_lens_ptr + i), window, T, WINDOW))
+
+
+@triton.jit
+def range_kernel(out_ptr, first, count, share, tiles, skew, CLASSES: tl.constexpr):
+    for number in range(0, count):
+        low, high = piece_range(number, first + number, share, tiles, skew, CLASSES)
+        tl.store(out_ptr + 2 * number, low)
+        tl.store(out_ptr + 2 * number + 1, high)
+
+
+@triton.jit
+def taken_kernel(out_ptr, programs, CLASSES: tl.constexpr):
+    for program in range(0, programs):
+        tl.store(out_ptr + program, piece_taken(program, programs, CLASSES))
+
+
+def ranges(first, share, tiles, skew, classes, device):
+    count = -(-tiles // share)
+    out = torch.zeros(count, 2, dtype=torch.int32, device=device)
+    range_kernel[(1,)](out, first, count, share, tiles, skew, classes)
+    return out.tolist()
+
+
+def test_pieces_of_three_sizes(device):
+    """Each takes over where the one before it ended, and none is larger than its class may be."""
+    assert ranges(0, 64, 6 * 64, 28, 3, device) == [
+        [0, 92],
+        [92, 156],
+        [156, 192],
+        [192, 284],
+        [284, 348],
+        [348, 384],
+    ]
+    assert ranges(3, 10, 37, 0, 3, device) == [[0, 10], [10, 20], [20, 30], [30, 37]]
+    rng = random.Random(0)
+    for _ in range(60):
+        first, share, classes = rng.randint(0, 7), rng.randint(1, 90), rng.choice((2, 3, 4))
+        tiles, skew = rng.randint(1, 9 * share), rng.randint(0, 31)
+        found = ranges(first, share, tiles, skew, classes, device)
+        end = 0
+        for number, (low, high) in enumerate(found):
+            assert low == end or low >= high == end == tiles  # the last may be left nothing
+            end = max(end, high)
+            c = (first + number) % classes
+            most = share * (64 + skew * (classes - 1 - 2 * c) / (classes - 1)) / 64
+            if number + 1 < len(found):
+                assert abs(high - low - most) <= 1 or high == tiles
+        assert end == tiles
+
+
+def test_a_sequence_of_a_thousand_million_tokens(device):
+    """Tile numbers stay inside int32."""
+    tiles = (2**31 - 32) // 32
+    found = ranges(1, tiles // 2, tiles, 31, 3, device)
+    assert found[0][0] == 0 and found[-1][1] == tiles
+    assert all(0 <= low <= high <= tiles for low, high in found)
+
+
+def test_pieces_of_the_largest_class_are_taken_first(device):
+    out = torch.zeros(9, dtype=torch.int32, device=device)
+    taken_kernel[(1,)](out, 9, 3)
+    assert out.tolist() == [0, 3, 6, 1, 4, 7, 2, 5, 8]
+    taken_kernel[(1,)](out, 9, 1)
+    assert out.tolist() == list(range(9))
 
 
 def test_equal_lengths_are_cut_equally(device):
@@ -63,6 +127,17 @@ def test_random_lengths(device):
 @pytest.mark.parametrize("arch", ["sm_90", "gfx950"])
 def test_decode(arch, preset, layout, device):
     check(Config(preset, layout, arch=arch), Case((0, 137, 1, 50), splits=2, cut=True), device)
+
+
+def test_decode_of_pieces_of_several_sizes(device):
+    """Interpreted there is one compute unit, which 30 programs fill more than once: see DecodePlan.skew."""
+    case = Case((700, 137, 1, 350, 0), splits=3, cut=True)
+    check(Config(heads=2), case, device)
+    check(
+        Config("k8v4", group=16, window=True, heads=2),
+        Case((700, 137, 1, 350), window=300, splits=4, cut=True),
+        device,
+    )
 
 
 def test_decode_with_everything(device):
