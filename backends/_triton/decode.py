@@ -366,6 +366,43 @@ def _query_operand(
 
 
 @triton.jit
+def _read_queries(
+    query_ptr,  # [N * Hq, KP] fp16, or [N * Hq, 2, KP] int8
+    query_scale_ptr,  # [N * Hq] fp32
+    row,  # [N]
+    live,  # [N]
+    N: tl.constexpr,
+    KUNITS: tl.constexpr,
+    KSPAN: tl.constexpr,
+    PLANES: tl.constexpr,
+    CODES: tl.constexpr,
+    KWIDTH: tl.constexpr,
+    TARGET: tl.constexpr,
+):
+    """The scales of the columns [N] and, per unit, fp16 [KSPAN, N] or a tuple of int8 [KSPAN, N]: upper, lower, and
+    with CODES upper again."""
+    KP: tl.constexpr = KUNITS * KSPAN
+    out = (tl.load(query_scale_ptr + row, live, 0.0),)
+    if PLANES > 0:
+        k = tl.arange(0, KSPAN)
+        for u in tl.static_range(KUNITS):
+            at = query_ptr.to(tl.pointer_type(tl.int8)) + row[None, :] * (2 * KP) + (u * KSPAN + k)[:, None]
+            at = tl.max_contiguous(tl.multiple_of(at, (KWIDTH, 1)), (KWIDTH, 1))
+            parts = (tl.load(at, live[None, :], 0), tl.load(at + KP, live[None, :], 0))
+            if CODES:
+                # Read again, which volatile makes sure of: from registers the compiler would permute it in every tile.
+                # Of 16 columns it shall, as they do not fit.
+                parts = parts + (tl.load(at, live[None, :], 0, volatile=N == 8),)
+            out = out + (parts,)
+    else:
+        # NVIDIA operands of twice the usual width (ops.OPERAND_WIDTH): elsewhere the compiler moves nothing by itself
+        PIECE: tl.constexpr = 4 * KWIDTH if KWIDTH == 4 and TARGET != "hip" else 2 * KSPAN
+        for u in tl.static_range(KUNITS):
+            out = out + (_query_operand(query_ptr + row * KP + u * KSPAN, live, N, KSPAN, PIECE, KWIDTH),)
+    return out
+
+
+@triton.jit
 def _key_operand(
     unit,  # packed codes, a tile of three dimensions
     T: tl.constexpr,
@@ -929,6 +966,7 @@ def decode_kernel(
     KSPAN: tl.constexpr = KEY[1] * KEY[2]
     KP: tl.constexpr = KSPAN * KEY[3]
     ROWS: tl.constexpr = VALUE[1] * VALUE[2]
+    CODES: tl.constexpr = KEY[0] == 4 and PLANES == 1
     PAIRS: tl.constexpr = (VUNITS + 1) // 2  # of units, in partial results
     MIDDLE: tl.constexpr = 1 << (VALUE[0] - 1)
 
@@ -1033,6 +1071,10 @@ def decode_kernel(
     table = _table(tables_ptr, KA, KB, KC, KLANE, TABLE, TABLE_WORDS, TARGET)
 
     table_ptr += sequence.to(tl.int64) * table_stride
+    if CUT:  # ahead of the many reads below, which they would wait for
+        queries_read = _read_queries(
+            query_ptr, query_scale_ptr, row, live, N, KUNITS, KSPAN, PLANES, CODES, KWIDTH, TARGET
+        )
     some = tile_low < tile_high
     token = start + tile_low * T
     last_token = start + (tile_high - 1) * T  # of the last tile
@@ -1055,40 +1097,31 @@ def decode_kernel(
             VA, VB, VC, T, VALUE, VALUE_DATA, VALUE_SCALE, VALUE_ZERO, BLOCK_SIZE, RUNS,
         )  # fmt: skip
         pages = _page_ids(table_ptr, tl.minimum(token + T, last_token), last_group, some, BLOCK_SIZE, GROUPS)
-    if PDL and not CUT:  # up to here nothing depends on the kernel before this one; it wrote the queries
-        gdc_wait()
-    column_scale = tl.load(query_scale_ptr + row, live, 0.0) * scale_log2
-    k_index = tl.arange(0, KSPAN)
+    if not CUT:
+        if PDL:  # up to here nothing depends on the kernel before this one; it wrote the queries
+            gdc_wait()
+        queries_read = _read_queries(
+            query_ptr, query_scale_ptr, row, live, N, KUNITS, KSPAN, PLANES, CODES, KWIDTH, TARGET
+        )
+    column_scale = queries_read[0] * scale_log2
     queries = ()
     if PLANES > 0:
         ones = tl.full((16, KSPAN), 1, tl.int8)
         upper_sums = tl.zeros((16, N), tl.int32)  # sixteen equal rows: the matrix unit adds up the columns
         lower_sums = tl.zeros((16, N), tl.int32)
         for u in tl.static_range(KUNITS):
-            at = (
-                query_ptr.to(tl.pointer_type(tl.int8))
-                + row[None, :] * (2 * KP)
-                + (u * KSPAN + k_index)[:, None]
-            )
-            at = tl.max_contiguous(tl.multiple_of(at, (KWIDTH, 1)), (KWIDTH, 1))
-            parts = (tl.load(at, live[None, :], 0), tl.load(at + KP, live[None, :], 0))  # [KSPAN, N]
+            parts = queries_read[1 + u]
             upper_sums = tl.dot(ones, parts[0], upper_sums, out_dtype=tl.int32)
             lower_sums = tl.dot(ones, parts[1], lower_sums, out_dtype=tl.int32)
-            if KEY[0] == 4 and PLANES == 1:
-                # Read again, which volatile makes sure of: from registers the compiler would permute it in every tile.
-                # Of 16 columns it shall, as they do not fit.
-                upper = tl.load(at, live[None, :], 0, volatile=N == 8)
-                parts = parts + (tl.trans(nibble_order(tl.trans(upper), N, KSPAN, KWIDTH)),)
+            if CODES:
+                by_code = tl.trans(nibble_order(tl.trans(parts[2]), N, KSPAN, KWIDTH))
+                parts = (parts[0], parts[1], by_code)
             queries = queries + (parts,)
         left_out = tl.max(upper_sums, axis=0).to(tl.float32) * BYTE_OFFSETS[0]
         left_out += tl.max(lower_sums, axis=0).to(tl.float32) * BYTE_OFFSETS[1]
         column_offset = left_out * column_scale
     else:
-        # NVIDIA operands of twice the usual width (ops.OPERAND_WIDTH): elsewhere the compiler moves nothing by itself
-        PIECE: tl.constexpr = 4 * KWIDTH if KWIDTH == 4 and TARGET != "hip" else 2 * KSPAN
-        for u in tl.static_range(KUNITS):
-            at = query_ptr + row * KP + u * KSPAN
-            queries = queries + (_query_operand(at, live, N, KSPAN, PIECE, KWIDTH),)
+        queries = _slice(queries_read, 1, KUNITS)
 
     for _tile in range(tile_low, tile_high):
         # With PREFETCH ``pages`` are those of the next tile, which is read as soon as this one's words have left their

@@ -22,7 +22,7 @@ def tiles_kernel(seq_lens_ptr, tiles_ptr, window, T: tl.constexpr, WINDOW: tl.co
 
 @triton.jit
 def range_kernel(out_ptr, first, count, share, tiles, skew, CLASSES: tl.constexpr):
-    for number in range(0, count):
+    for number in range(count):
         low, high = piece_range(number, first + number, share, tiles, skew, CLASSES)
         tl.store(out_ptr + 2 * number, low)
         tl.store(out_ptr + 2 * number + 1, high)
@@ -30,7 +30,7 @@ def range_kernel(out_ptr, first, count, share, tiles, skew, CLASSES: tl.constexp
 
 @triton.jit
 def taken_kernel(out_ptr, programs, CLASSES: tl.constexpr):
-    for program in range(0, programs):
+    for program in range(programs):
         tl.store(out_ptr + program, piece_taken(program, programs, CLASSES))
 
 
