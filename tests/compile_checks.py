@@ -46,6 +46,7 @@ class Spec:
     padding: int = 0
     splits: int = 8
     cut: bool = False
+    rows: int = 16  # of a program of prepare
     features: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
@@ -53,6 +54,7 @@ class Spec:
         more += f"-pad{self.padding}" if self.padding else ""
         more += f"-s{self.splits}" if self.splits != 8 else ""
         more += "-cut" if self.cut else ""
+        more += f"-r{self.rows}" if self.rows != 16 else ""
         return (
             f"{self.kernel}-{self.preset}-{self.layout}-D{self.head_size}-g{self.group}-q{self.queries}"
             f"-bs{self.block_size}{'-direct' if self.direct else ''}{more}"
@@ -89,6 +91,7 @@ def specs(full: bool) -> Iterator[Spec]:
     yield Spec("prepare")
     yield Spec("reduce", queries=4, features=(("sinks", True),))
     yield Spec("prepare", cut=True, features=(("window", 1024),))
+    yield Spec("prepare", cut=True, rows=64)
     yield Spec("reduce", cut=True)
     yield Spec(cut=True)
     yield Spec(preset="k8v4", layout="aos", cut=True, features=(("window", 1024),))
@@ -106,7 +109,8 @@ def specs(full: bool) -> Iterator[Spec]:
         return
     for head_size in (64, 80, 96, 112, 128, 192, 256):
         yield Spec("prepare", head_size=head_size)
-        yield Spec("prepare", head_size=head_size, cut=True)
+        for rows in (16, 32 if head_size > 128 else 64):
+            yield Spec("prepare", head_size=head_size, cut=True, rows=rows)
         yield Spec("reduce", head_size=head_size, cut=True)
         for splits in (8, 32, 64, 256):
             yield Spec("reduce", head_size=head_size, splits=splits)
@@ -140,7 +144,7 @@ def build(arch: str, spec: Spec) -> Built:
     multi = spec.queries > 1
     types: dict[str, torch.dtype] = {}
     if spec.kernel == "prepare":
-        constants = plan.prepare_constants(cut=spec.cut, columns=plan.columns(1))
+        constants = plan.prepare_constants(spec.rows, cut=spec.cut, columns=plan.columns(1))
         kernel, types = prepare_kernel, {"query_ptr": torch.bfloat16}
     elif spec.kernel == "reduce":
         kernel, constants, types = (

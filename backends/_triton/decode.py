@@ -964,7 +964,6 @@ def decode_kernel(
     KL: tl.constexpr = KEY[1]
     VL: tl.constexpr = VALUE[1]
     KSPAN: tl.constexpr = KEY[1] * KEY[2]
-    KP: tl.constexpr = KSPAN * KEY[3]
     ROWS: tl.constexpr = VALUE[1] * VALUE[2]
     CODES: tl.constexpr = KEY[0] == 4 and PLANES == 1
     PAIRS: tl.constexpr = (VUNITS + 1) // 2  # of units, in partial results

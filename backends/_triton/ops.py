@@ -65,6 +65,11 @@ JOINED: Mapping[str, torch.dtype] = {"part_ptr": torch.int32}
 """Of decode where it writes partial results, and of reduce."""
 
 _ROWS_PER_PREPARE = 16
+"""Rows of a program of prepare."""
+_MANY_PREPARE = 3
+"""Programs of it per compute unit from which on each shall have more rows, because each reads the whole matrix."""
+_PREPARE_NUMBERS = 8192
+"""Of those the most numbers that a program can hold in its registers."""
 MAX_SPLITS = 256
 """Of a sequence."""
 _NEARLY_ALL = 0.98
@@ -267,16 +272,18 @@ class DecodePlan:
         """Column tiles of a KV head."""
         return -(-max_query_len * self.layer.gqa_ratio // self.columns(max_query_len))
 
-    def prepare_constants(self, early: bool = False, cut: bool = False, columns: int = 0) -> dict[str, Any]:
-        """Constexprs and options of the prepare kernel. early: decode starts while it runs, where the target can. cut:
-        it writes a schedule for tiles of ``columns`` columns."""
+    def prepare_constants(
+        self, rows: int = _ROWS_PER_PREPARE, early: bool = False, cut: bool = False, columns: int = 0
+    ) -> dict[str, Any]:
+        """Constexprs and options of the prepare kernel. rows: of a program. early: decode starts while it runs, where
+        the target can. cut: it writes a schedule for tiles of ``columns`` columns."""
         d = self.layout.head_size
         return {
             "HQ": self.layer.num_heads,
             "D": d,
             "KP": self.key.columns,
             "KP2": triton.next_power_of_2(self.key.columns),
-            "R": _ROWS_PER_PREPARE,
+            "R": rows,
             # padded sizes carry masks, in scalar registers that run out: fewer dims at once
             "CHUNK": min(128 if self.kind == "cuda" else 64, d) if d & (d - 1) == 0 else 32,
             "PDL": self.pdl,
@@ -347,6 +354,12 @@ class DecodePlan:
     def scratch(self, rows: int, splits: int, numbers: int = 0) -> tuple[int, ...]:
         """What to ask a :class:`Workspace` for. numbers: of the schedule."""
         return rows, self.key.columns, splits, self.value.part_words, numbers, 2
+
+    def together(self, rows: int, compute_units: int) -> int:
+        """How many of ``rows`` query rows a program of prepare takes."""
+        if rows <= _MANY_PREPARE * _ROWS_PER_PREPARE * compute_units:
+            return _ROWS_PER_PREPARE
+        return min(64, _PREPARE_NUMBERS // triton.next_power_of_2(self.key.columns))
 
     def visible(self, max_context: int, max_query_len: int) -> int:
         """The widest range of tokens that one column tile can see."""
@@ -577,9 +590,12 @@ class TritonOps:
                     modes |= {(columns, False, s == 1) for s in {1, splits}}
         space.reserve(nbytes)
         some_lse = (False, True) if lse is None else (lse,)
+        most_rows = max_batch * max_query_len * self.layer.num_heads
+        prepared = sorted({_ROWS_PER_PREPARE, plan.together(most_rows, _compute_units(device))})
         compiled = [
-            self._compile(prepare_kernel, plan.prepare_constants(early), {"query_ptr": dtype})
-            for early in ((False, True) if plan.pdl else (False,))
+            self._compile(prepare_kernel, plan.prepare_constants(size, early), {"query_ptr": dtype})
+            for size in prepared
+            for early in ((False, True) if plan.pdl and size == min(prepared) else (False,))
         ]
         for columns, multi, direct in sorted(modes):
             for write in some_lse:
@@ -594,8 +610,9 @@ class TritonOps:
                         compiled.append(self._compile(reduce_kernel, constants, JOINED | {"out_ptr": dtype}))
         if most_pieces:
             columns = plan.columns(1)
-            constants = plan.prepare_constants(cut=True, columns=columns)
-            compiled.append(self._compile(prepare_kernel, constants, {"query_ptr": dtype}))
+            for size in prepared:
+                constants = plan.prepare_constants(size, cut=True, columns=columns)
+                compiled.append(self._compile(prepare_kernel, constants, {"query_ptr": dtype}))
             constants = plan.decode_constants(columns, False, False, False, cut=True)
             compiled.append(self._compile(decode_kernel, constants, PARTIAL))
             for write in some_lse:
@@ -653,6 +670,7 @@ class TritonOps:
         rows = tokens * self.layer.num_heads
         heads = self.layer.num_kv_heads * plan.column_tiles(max_query_len)
         min_tiles = 1 if self.fixed_splits else -(-choice["min_tokens"] // choice["tokens"])
+        together = _ROWS_PER_PREPARE if early else plan.together(rows, _compute_units(device))
         reduce = None
         classes = choice["classes"]
         if not direct:
@@ -661,8 +679,8 @@ class TritonOps:
         return Launch(
             prepare=Kernel(
                 prepare_kernel,
-                (-(-rows // _ROWS_PER_PREPARE) + bool(pieces), 1, 1),
-                plan.prepare_constants(early, bool(pieces), columns),
+                (-(-rows // together) + bool(pieces), 1, 1),
+                plan.prepare_constants(together, early, bool(pieces), columns),
             ),
             decode=Kernel(
                 decode_kernel,

@@ -8,8 +8,8 @@ ceil(n_b / t). A batch of equal lengths is cut as if each sequence had P / B pie
 t lies between ceil(sum n / P) and ceil(sum n / (P - B)), where every sequence may have a piece that is not full; of
 CANDIDATES values in between the first that fits is taken. It is more where a sequence would get more than MOST pieces.
 
-The schedule, int32 [2 + 2 P + 2 B]: t, 0, then (sequence, first piece of that sequence) of every piece, sequence -1
-where there is none, then (first piece, number of pieces) of every sequence.
+The schedule, int32 [2 + 2 P + 2 B] at a multiple of 8 bytes: t, 0, then (sequence, first piece of that sequence) of
+every piece, sequence -1 where there is none, then (first piece, number of pieces) of every sequence.
 
 Sizes. Where not all pieces run at once, those that run last should be small: the device is idle from when the first of
 its programs finds no further piece. So with CLASSES > 1 piece p is of class p % CLASSES; class 0 is launched first and
@@ -70,9 +70,31 @@ def piece_of(
     piece,
 ):
     """(sequence or -1, number of the piece in its sequence, tiles to a piece)."""
-    sequence = tl.load(schedule_ptr + _HEAD + 2 * piece)
-    first = tl.load(schedule_ptr + _HEAD + 2 * piece + 1)
+    sequence, first = _pair(schedule_ptr, piece)
     return sequence, piece - first, tl.load(schedule_ptr)
+
+
+@triton.jit
+def _pair(
+    schedule_ptr,  # [2 + 2 P + 2 B] int32
+    number,  # of the pair
+):
+    """Two neighbours in one read."""
+    both = tl.load((schedule_ptr + _HEAD).to(tl.pointer_type(tl.int64)) + number)
+    return both.to(tl.int32), (both >> 32).to(tl.int32)
+
+
+@triton.jit
+def _write_pair(
+    schedule_ptr,
+    number,  # tile
+    a,  # tile, int32
+    b,
+    keep,
+):
+    """The other way round: half as many writes, which far apart is what they cost."""
+    both = (a.to(tl.int64) & 0xFFFFFFFF) | (b.to(tl.int64) << 32)
+    tl.store((schedule_ptr + _HEAD).to(tl.pointer_type(tl.int64)) + number, both, keep)
 
 
 @triton.jit
@@ -123,8 +145,7 @@ def pieces_of(
     pieces,  # P
 ):
     """(first piece, number of pieces) of a sequence."""
-    at = schedule_ptr + _HEAD + 2 * pieces + 2 * sequence
-    return tl.load(at), tl.load(at + 1)
+    return _pair(schedule_ptr, pieces + sequence)
 
 
 @triton.jit
@@ -165,14 +186,13 @@ def _write(
     ends = used + tl.cumsum(count, axis=0)
     at = ends - count
     b = first + tl.arange(0, _AT_ONCE)
-    of_sequence = schedule_ptr + _HEAD + 2 * pieces + 2 * b
-    tl.store(of_sequence, at, b < batch)
-    tl.store(of_sequence + 1, count, b < batch)
+    _write_pair(schedule_ptr, pieces + b, at, count, b < batch)
+    none = tl.zeros((_AT_ONCE, _ENTRIES), tl.int32)
     for done in range(0, entries, _ENTRIES):
-        number = done + i[None, :] + tl.zeros((_AT_ONCE, 1), tl.int32)
-        of_piece = schedule_ptr + _HEAD + 2 * (at[:, None] + number)
-        tl.store(of_piece, b[:, None] + tl.zeros((1, _ENTRIES), tl.int32), number < count[:, None])
-        tl.store(of_piece + 1, at[:, None] + tl.zeros((1, _ENTRIES), tl.int32), number < count[:, None])
+        number = done + i[None, :] + none
+        _write_pair(
+            schedule_ptr, at[:, None] + number, b[:, None] + none, at[:, None] + none, number < count[:, None]
+        )
     return tl.max(ends, axis=0)
 
 
@@ -215,6 +235,5 @@ def cut_batch(
         used = _write(schedule_ptr, first, tiles, used, share, entries, batch, pieces)
     for first in range(used, pieces, _AT_ONCE):
         piece = first + tl.arange(0, _AT_ONCE)
-        unused = schedule_ptr + _HEAD + 2 * piece
-        tl.store(unused, -1, piece < pieces)
-        tl.store(unused + 1, piece, piece < pieces)
+        none = tl.full((_AT_ONCE,), -1, tl.int32)
+        _write_pair(schedule_ptr, piece, none, piece, piece < pieces)
