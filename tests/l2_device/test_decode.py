@@ -108,6 +108,16 @@ def test_long_context(preset, layout, target):
     check(Config(preset, layout, 128, 2, 8, dtype="fp16"), Case((20000, 4097), scale=0.02), "cuda", target)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("preset", "cut"), [("k8v4", True), ("4bit_nc", True), ("4bit_nc", False)])
+def test_more_programs_than_run_at_once(preset, cut, layout, target):
+    """Pieces come in several sizes and a program of prepare takes more rows (DecodePlan.skew and .together)."""
+    rng = random.Random(3)
+    lens = tuple(rng.randint(0, 700) for _ in range(120))
+    config = Config(preset, layout, 128, 8, 8)
+    check(config, Case(lens, splits=3 if cut else None, cut=cut), "cuda", target)
+
+
 @pytest.mark.parametrize("queries", [100, 128])
 def test_up_to_128_queries(queries, target):
     check(Config(head_size=128, most_queries=128), Case((500, 130), (queries, 3)), "cuda", target)
