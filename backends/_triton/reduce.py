@@ -61,7 +61,7 @@ def reduce_kernel(
     head = row % HQ
     at_part = row * splits  # of split 0
     step = 1  # to the next split
-    if CUT:  # prepare wrote the schedule, and had ended before decode began
+    if CUT:  # prepare wrote the schedule: each program of decode waited for its end, and this starts after they did
         first_piece, splits = pieces_of(schedule_ptr, token, pieces)
         at_part = first_piece.to(tl.int64) * HQ + head
         step = HQ
