@@ -408,7 +408,8 @@ class DecodePlan:
         each = choice["cut_pieces"]
         if splits > 1:
             each, least = splits, choice["double_from"]
-            if least and 2 * splits <= MAX_SPLITS and self.visible(max_context, 1) >= 2 * splits * least:
+            whole = 2 * splits <= MAX_SPLITS and 2 * splits % choice["classes"] == 0
+            if least and whole and self.visible(max_context, 1) >= 2 * splits * least:
                 each = 2 * splits
         pieces = batch * each
         return pieces if pieces + choice["classes"] <= _MAX_GRID else 0
