@@ -299,6 +299,8 @@ class DecodePlan:
             "num_warps": 8 if self.kind == "cuda" else 4,
             "num_stages": 1,
             "enable_fp_fusion": True,
+            # for head size 64 Triton 3.9 aims at fewer registers than it needs and spills, unless given a limit
+            **({"maxnreg": 168} if self.pdl and not _OLD and d == 64 else {}),
         }
 
     def decode_constants(
