@@ -47,6 +47,8 @@ LOG2E = 1.4426950408889634
 _OLD = tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 7)
 ASCENDING = _OLD
 OPERAND_WIDTH = 4 if _OLD else 2
+COMPILER = "3.6" if _OLD else "3.9"
+"""The generation of Triton, as configs/tuned names it."""
 
 ARGUMENTS: Mapping[str, Any] = {
     "query_ptr": torch.float16, "query_scale_ptr": torch.float32, "matrix_ptr": torch.float16,
@@ -248,6 +250,7 @@ class DecodePlan:
             preset=self.layout.preset.name.removeprefix("turboquant_"),
             head_size=self.layout.head_size,
             columns=columns,
+            compiler=COMPILER,
         )
         if target.vendor == "nvidia":
             values |= {"key_width": OPERAND_WIDTH, "token_runs": OPERAND_WIDTH}

@@ -669,9 +669,9 @@ def test_every_bundled_tuned_file_loads():
     for arch, target in targets().items():
         if target.vendor in ("amd", "nvidia"):
             for backend in ("triton_soa", "triton_aos"):
-                assert choices(
-                    load_tuned(arch, target.vendor, backend)["decode"], preset="k8v4", head_size=64, columns=8
-                )
+                section = load_tuned(arch, target.vendor, backend)["decode"]
+                for compiler in ("3.6", "3.9"):
+                    assert choices(section, preset="k8v4", head_size=64, columns=8, compiler=compiler)
     with pytest.raises(SpecError, match="sm_90"):
         load_tuned("sm_90", "nvidia", "torch_reference")
 
@@ -778,7 +778,7 @@ def test_what_tune_writes_is_what_the_loader_reads():
     made = render(with_override(before, "decode", when, {"tokens": 64}, source), header_of(text))
     assert made.startswith(header_of(text)) and "# tokens:" in header_of(text)
     section = parse_tuned(parse_yaml(made, "new"), "new")["decode"]
-    facts = {"preset": "4bit_nc", "head_size": 128, "columns": 8}
+    facts = {"preset": "4bit_nc", "head_size": 128, "columns": 8, "compiler": "3.6"}
     old = choices(parse_tuned(before, "old")["decode"], **facts)
     assert choices(section, **facts) == {**old, "tokens": 64}
     other = {**facts, "columns": 16}

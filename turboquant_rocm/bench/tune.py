@@ -51,6 +51,8 @@ def tune(
     console: Console,
 ) -> dict[Path, str]:
     """Texts of the tuned files, by where the loader looks for them. A group that gains nothing changes nothing."""
+    from ..backends._triton.ops import COMPILER  # not before there is something to measure
+
     target, written = harness.target, {}
     documents: dict[Path, tuple[dict[str, Any], str]] = {}
     for (backend, preset, head_size, columns), group in _groups(harness, jobs).items():
@@ -64,7 +66,8 @@ def tune(
             text = like.read_text(encoding="utf-8")
             documents[path] = (parse_yaml(text, path.name), header_of(text))
         document, header = documents[path]
-        start = choices(load_tuned(target.arch, target.vendor, backend)[_KERNEL], **facts)
+        tuned = load_tuned(target.arch, target.vendor, backend)[_KERNEL]
+        start = choices(tuned, **facts, compiler=COMPILER)
         space = parse_space(data, _KERNEL, sorted(start), source)
 
         def measure(values: Mapping[str, Any], group: list[Job] = group) -> Measured:
