@@ -108,8 +108,10 @@ class Backend:
     :class:`LayerOps`, module relative to ``turboquant_rocm.backends``. automatic: False for backends that only
     an explicit request may choose. ready: False while the kernels are not in this version; such a backend is
     never chosen, and reports show where it would be (docs/adr/0003-planned-backends.md). max_splits: most partial
-    results per query row and head that decode keeps in its workspace (0: it needs none). max_columns: most (query
-    token, head) pairs of a KV head that one program serves. rel_tol: largest relative L2 error of decode against the
+    results per query row and head that decode keeps in its workspace (0: it needs none). min_splits: those that it
+    keeps of every row even where programs fill the device without (0: none), because it cuts batches by their lengths
+    and says in the workspace how. max_columns: most (query token, head) pairs of a KV head that one program serves.
+    rel_tol: largest relative L2 error of decode against the
     fp64 oracle over the dequantised cache that is accepted, per query dtype.
     """
 
@@ -121,6 +123,7 @@ class Backend:
     automatic: bool = True
     ready: bool = True
     max_splits: int = 0
+    min_splits: int = 0
     max_columns: int = 16
     rel_tol: tuple[tuple[str, float], ...] = (("bf16", 1e-2), ("fp16", 2e-3))
     description: str = ""
@@ -137,9 +140,9 @@ class Backend:
         """Upper bound of the scratch bytes that decode takes for up to ``rows`` query rows of one call.
 
         Kept per row and query head: the prepared query with its scale, and for each split a partial result (an fp32
-        output row and its softmax term). Rows are padded to powers of two of at least 128. Kernels split sequences
-        until at most 16 programs per compute unit are busy, and never into more than ``max_splits`` parts; a program
-        serves up to ``max_columns`` (query token, head) pairs of one KV head.
+        output row and its softmax term, or twice as many with half the bytes). Rows are padded to powers of two of at
+        least 128. Kernels split sequences until at most 16 programs per compute unit are busy, and never into more than
+        ``max_splits`` parts; a program serves up to ``max_columns`` (query token, head) pairs of one KV head.
         """
         if not self.max_splits:
             return 0
@@ -148,11 +151,13 @@ class Backend:
         worst = 0
         for tiles in {-(-rows // tokens), *(min(1 << k, rows) for k in range(rows.bit_length() + 1))}:
             splits = min(self.max_splits, -(-programs // (tiles * layer.num_kv_heads)))
+            splits = max(self.min_splits, splits)
             worst = max(worst, min(tiles * tokens, rows) * splits)
         query = 2 * (_padded(layer.head_size) + 4) + 4
         partial = 4 * (_padded(layer.value_size) + 1)
-        aligned = 4 * 256  # four arrays, each at a multiple of 256
-        return layer.num_heads * (rows * query + worst * partial) + aligned
+        aligned = 5 * 256  # that many arrays, each at a multiple of 256
+        schedule = 8 * (worst + rows + 1) if self.min_splits else 0  # pairs of int32
+        return layer.num_heads * (rows * query + worst * partial) + schedule + aligned
 
     def tolerance(self, dtype: str) -> float:
         """``rel_tol`` of a query dtype."""

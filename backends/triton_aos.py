@@ -45,6 +45,7 @@ BACKEND = register(
         ),
         ops="_triton.ops:AosOps",
         max_splits=256,
+        min_splits=3,
         description="Triton, AoS cache: every architecture that Triton supports",
     )
 )

@@ -33,6 +33,7 @@ BACKEND = register(
         ),
         ops="_triton.ops:SoaOps",
         max_splits=256,
+        min_splits=3,
         description="Triton, SoA cache: one program per sequence, KV head and split",
     )
 )

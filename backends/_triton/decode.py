@@ -947,6 +947,7 @@ def decode_kernel(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     SINKS: tl.constexpr,
+    PAIRED: tl.constexpr,  # how partial results are made of fp16 numbers, see reduce.py
     DIRECT: tl.constexpr,
     WRITE_LSE: tl.constexpr,
     PDL: tl.constexpr,  # programmatic dependent launch, see ops.py
@@ -966,7 +967,7 @@ def decode_kernel(
     KSPAN: tl.constexpr = KEY[1] * KEY[2]
     ROWS: tl.constexpr = VALUE[1] * VALUE[2]
     CODES: tl.constexpr = KEY[0] == 4 and PLANES == 1
-    PAIRS: tl.constexpr = (VUNITS + 1) // 2  # of units, in partial results
+    PAIRS: tl.constexpr = (VUNITS + 1) // 2  # of units
     MIDDLE: tl.constexpr = 1 << (VALUE[0] - 1)
 
     head = tl.program_id(0) % HK
@@ -1296,12 +1297,21 @@ def decode_kernel(
             most = tl.maximum(most, tl.abs(results[u]))
         to_half, from_half = fp16_range(tl.max(most, axis=0).to(tl.int32, bitcast=True), _PART_TOP)
         where = _part(row, q_head, splits, part, HQ, CUT)
-        for i in tl.static_range(PAIRS):
-            low = results[2 * i] * to_half[None, :]
-            high = low  # of the last of an odd number nothing
-            if 2 * i + 1 < VUNITS:
-                high = results[2 * i + 1] * to_half[None, :]
-            at = where * (PAIRS * ROWS) + i * ROWS
-            tl.store(out_ptr + at[None, :] + r[:, None], fp16_pair(low, high, TARGET), live[None, :])
+        if PAIRED:
+            for i in tl.static_range(PAIRS):
+                low = results[2 * i] * to_half[None, :]
+                high = low  # of the last of an odd number nothing
+                if 2 * i + 1 < VUNITS:
+                    high = results[2 * i + 1] * to_half[None, :]
+                at = where * (PAIRS * ROWS) + i * ROWS
+                tl.store(out_ptr + at[None, :] + r[:, None], fp16_pair(low, high, TARGET), live[None, :])
+        else:
+            for u in tl.static_range(VUNITS):
+                at = (
+                    out_ptr.to(tl.pointer_type(tl.float16))
+                    + where[None, :] * (VUNITS * ROWS)
+                    + (u * ROWS + r)[:, None]
+                )
+                tl.store(at, (results[u] * to_half[None, :]).to(tl.float16), live[None, :])
         tl.store(lse_ptr + 2 * where, lse, live)
         tl.store(lse_ptr + 2 * where + 1, from_half, live)

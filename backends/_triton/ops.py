@@ -185,6 +185,9 @@ class DecodePlan:
         # fills the device must not: programs that come while others hold registers leave holes between theirs that
         # fit none, and what would be one wave of programs becomes two. It is launched when prepare is about to end.
         self.pdl = self.kind == "cuda" and int(target.arch.removeprefix("sm_")) >= 90
+        # Halves of a word of a partial result: a lane of NVIDIA holds a row of every unit, one of AMD rows in a row.
+        self.paired = target.vendor == "nvidia"
+        self.part_words = self.value.part_words(self.paired)
         self.planes = 0
         if base["int8_keys"] and not preset.fp8_keys and not corrects_norm(layout):
             # one plane is better than a bf16 codebook, but not than an fp16 one
@@ -236,6 +239,7 @@ class DecodePlan:
             "WINDOW": layer.window is not None,
             "SOFT_CAP": layer.soft_cap is not None,
             "SINKS": layer.sinks,
+            "PAIRED": self.paired,
             "PDL": self.pdl,
             "TARGET": self.kind,
         }
@@ -341,8 +345,9 @@ class DecodePlan:
             "HQ": self.layer.num_heads,
             "DV": self.layout.value_head_size,
             "VALUE": self.constants["VALUE"],
-            "RW": self.value.part_words,
-            "RW2": triton.next_power_of_2(self.value.part_words),
+            "RW": self.part_words,
+            "RW2": triton.next_power_of_2(self.part_words),
+            "PAIRED": self.paired,
             "CHUNK": chunk,
             "PARTS": parts,
             "MULTI": multi,
@@ -358,7 +363,7 @@ class DecodePlan:
 
     def scratch(self, rows: int, splits: int, numbers: int = 0) -> tuple[int, ...]:
         """What to ask a :class:`Workspace` for. numbers: of the schedule."""
-        return rows, self.key.columns, splits, self.value.part_words, numbers, 2
+        return rows, self.key.columns, splits, self.part_words, numbers, 2
 
     def together(self, rows: int, compute_units: int) -> int:
         """How many of ``rows`` query rows a program of prepare takes."""

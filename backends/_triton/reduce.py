@@ -1,11 +1,11 @@
 """Partial results of the splits of a sequence joined to one. PARTS programs per query row (one head of one token).
 
-A program owns its part of a row of the output; it reads that part of S fp32 vectors of RP numbers together with their
-weights, a chunk of splits at a time, puts the rows of the accumulator back in the order of the dims, adds the sink to
-the denominator and writes once. Splits that saw no key have weight 0, and what is read of them, which was never
-written, is replaced by 0. Bytes: S * (RP + 1) * 4 read per row. One read follows another only from chunk to chunk: the
-whole kernel takes little longer than one. With CUT the parts of a sequence are its pieces, as many as the schedule says
-(schedule.py).
+A program owns its part of a row of the output; it reads that part of S partial results, RW words of two fp16 numbers
+each, together with their weights and scales, a chunk of splits at a time, puts the rows of the accumulator back in the
+order of the dims, adds the sink to the denominator and writes once. Splits that saw no key have weight 0, and what is
+read of them, which was never written, is replaced by 0. Bytes: S * (RW + 2) * 4 read per row. One read follows another
+only from chunk to chunk: the whole kernel takes little longer than one. With CUT the parts of a sequence are its
+pieces, as many as the schedule says (schedule.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LN2 = tl.constexpr(0.6931471805599453)
     do_not_specialize_on_alignment=("query_start_ptr", "schedule_ptr", "sinks_ptr", "out_ptr", "lse_ptr"),
 )  # fmt: skip
 def reduce_kernel(
-    part_ptr,  # [N * Hq, S, RW] int32, pairs of fp16 numbers of neighbouring units, or with CUT [P, Hq, RW]
+    part_ptr,  # [N * Hq, S, RW] int32, pairs of fp16 numbers, or with CUT [P, Hq, RW]
     part_lse_ptr,  # [N * Hq, S, 2] fp32, lse (base 2) and what the numbers must be multiplied by, or [P, Hq, 2]
     query_start_ptr,  # [B + 1] int32; not read unless MULTI
     schedule_ptr,  # [2 + 2 P + 2 B] int32; not read unless CUT
@@ -48,6 +48,7 @@ def reduce_kernel(
     VALUE: tl.constexpr,  # (bits, lanes, unit, units, vec, ...), see tile.py
     RW: tl.constexpr,  # words of a partial result
     RW2: tl.constexpr,  # rounded up to a power of two
+    PAIRED: tl.constexpr,  # a pair is of neighbouring units, not of neighbouring rows of one
     CHUNK: tl.constexpr,  # splits read at once
     PARTS: tl.constexpr,  # of a row, a power of two
     MULTI: tl.constexpr,
@@ -109,11 +110,16 @@ def reduce_kernel(
     norm = tl.where(seen, 1.0 / total, 0.0)
 
     SPAN: tl.constexpr = VALUE[1] * VALUE[2]
-    lane = w % VALUE[1]
-    code = (w % SPAN) // VALUE[1]
     row_ptr = out_ptr + token * out_token_stride + head * out_head_stride
     for i in tl.static_range(2):
-        unit = w // SPAN * 2 + i
+        if PAIRED:
+            unit = w // SPAN * 2 + i
+            r = w % SPAN
+        else:
+            unit = (2 * w + i) // SPAN
+            r = (2 * w + i) % SPAN
+        lane = r % VALUE[1]
+        code = r // VALUE[1]
         if VALUE[4] > 0:
             dim = (((unit // VALUE[4]) * VALUE[1] + lane) * VALUE[4] + unit % VALUE[4]) * VALUE[2] + code
         else:

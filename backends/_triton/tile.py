@@ -157,10 +157,11 @@ class ValueTile(RowTile):
         """Rows of the accumulator, padding included."""
         return self.units * self.lanes * self.unit
 
-    @property
-    def part_words(self) -> int:
-        """Words of a partial result: two rows of the accumulator each, of neighbouring units."""
-        return -(-self.units // 2) * self.lanes * self.unit
+    def part_words(self, paired: bool) -> int:
+        """Words of a partial result, two fp16 numbers each: of neighbouring units (paired) or of neighbouring rows."""
+        if paired:
+            return -(-self.units // 2) * self.lanes * self.unit
+        return self.rows // 2
 
     def dims(self) -> list[int]:
         """Dim of every row; at least ``dim`` for padding."""

@@ -19,8 +19,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.cases import layer_spec
 from tests.update_reports import GOLDEN, SUPPORT, report, support_matrix
-from turboquant_rocm import LayerSpec, Policy, SpecError, load_model, make_layout, preset_names
+from turboquant_rocm import Decision, LayerSpec, Policy, SpecError, load_model, make_layout, preset_names
 from turboquant_rocm import backends as backends_module
 from turboquant_rocm.backends import backends, get_backend
 from turboquant_rocm.eligibility import Code, Request
@@ -567,6 +568,7 @@ def test_the_workspace_is_what_decode_takes_at_most(name: str, arch: str):
     from turboquant_rocm.backends._flydsl.config import COLUMNS, DIM
     from turboquant_rocm.backends._flydsl.ops import _QUERY_WORDS, FlydslOps
     from turboquant_rocm.backends._triton.ops import DecodePlan
+    from turboquant_rocm.backends._triton.schedule import schedule_size
     from turboquant_rocm.backends._triton.workspace import Workspace
 
     rows, context = 64, 1 << 17
@@ -593,8 +595,35 @@ def test_the_workspace_is_what_decode_takes_at_most(name: str, arch: str):
                     assert launcher.columns(length) <= backend.max_columns
                     splits = launcher.splits(batch, context, length, units)
                     needed = Workspace.needed(*launcher.scratch(heads, splits))
+                    pieces = launcher.cut(batch, context, splits, units) if length == 1 else 0
+                    if pieces:
+                        cut = launcher.scratch(heads, pieces // batch, schedule_size(pieces, batch))
+                        needed = max(needed, Workspace.needed(*cut))
                 most = max(most, needed)
     assert 0 < most <= answer.workspace_bytes
+
+
+@pytest.mark.parametrize("arch", ["gfx950", "sm_90"])
+@pytest.mark.parametrize("rows", [130, 600, 1024])
+def test_the_workspace_of_large_batches_that_are_cut(arch: str, rows: int):
+    pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from turboquant_rocm.backends._triton.ops import DecodePlan
+    from turboquant_rocm.backends._triton.schedule import schedule_size
+    from turboquant_rocm.backends._triton.workspace import Workspace
+
+    layer, target = layer_spec(128, 8, 4, "bf16"), get_target(arch)
+    units = target.compute_units
+    decision = Decision(layer, target, get_preset("4bit_nc"), 16, "triton_soa", "soa")
+    plan = DecodePlan(decision, make_layout("soa", "4bit_nc", 128, 8, 16))
+    most = 0
+    for batch in range(2, rows + 1):
+        pieces = plan.cut(batch, 8192, plan.splits(batch, 8192, 1, units), units)
+        numbers = schedule_size(pieces, batch) if pieces else 0
+        asked = plan.scratch(batch * layer.num_heads, pieces // batch, numbers)
+        most = max(most, Workspace.needed(*asked))
+    assert plan.cut(rows, 8192, 1, units) == 3 * rows
+    assert 0 < most <= get_backend("triton_soa").workspace_bytes(layer, rows, units)
 
 
 def test_the_reference_needs_no_workspace():
