@@ -11,7 +11,7 @@ upper's range unused. Each number is written as two of int8: upper, the nearest 
 rounded. With CODES, where coarse numbers of keys are their codes (tile.ByteTable), lower comes stretched and in the
 order in which codes become bytes (device.nibble_order).
 
-With CUT one more program, the first, cuts the batch into equal shares (schedule.py) while the others rotate.
+With CUT one more program, the first, cuts the batch into shares (schedule.py) while the others rotate.
 
 Instructions: rows * KP * D multiply-adds on the matrix unit; A is read once per program, from the second-level cache.
 """

@@ -1,4 +1,4 @@
-"""Equal shares for unequal sequences: how many pieces each sequence of a batch is cut into, worked out on the device.
+"""Shares of unequal sequences: how many pieces each sequence of a batch is cut into, worked out on the device.
 
 The host knows only how wide the block table is, and the grid of a captured graph must not change. So the grid has room
 for P pieces, P fixed by the shape, and one program of the prepare kernel cuts the batch each time: t tiles to a piece,
@@ -8,8 +8,9 @@ ceil(n_b / t). A batch of equal lengths is cut as if each sequence had P / B pie
 t lies between ceil(sum n / P) and ceil(sum n / (P - B)), where every sequence may have a piece that is not full; of
 CANDIDATES values in between the first that fits is taken. It is more where a sequence would get more than MOST pieces.
 
-The schedule, int32 [2 + 2 P + 2 B] at a multiple of 8 bytes: t, 0, then (sequence, first piece of that sequence) of
-every piece, sequence -1 where there is none, then (first piece, number of pieces) of every sequence.
+The schedule, int32 [2 + 2 P + 2 B] at a multiple of 8 bytes: t, a number that is not used, then (sequence, first piece
+of that sequence) of every piece, sequence -1 where there is none, then (first piece, number of pieces) of every
+sequence.
 
 Sizes. Where not all pieces run at once, those that run last should be small: the device is idle from when the first of
 its programs finds no further piece. So with CLASSES > 1 piece p is of class p % CLASSES; class 0 is launched first and

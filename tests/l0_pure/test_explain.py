@@ -561,8 +561,9 @@ def test_memory_budget():
 
 @pytest.mark.parametrize("name", sorted({*bundled_models()} - {"deepseek-v3"}))
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_80", "sm_90"])
-def test_the_workspace_is_what_decode_takes_at_most(name: str, arch: str):
-    """Every batch and query length of up to 64 rows, asked of the launchers themselves."""
+@pytest.mark.parametrize("rows", [1, 4, 64])
+def test_the_workspace_is_what_decode_takes_at_most(name: str, arch: str, rows: int):
+    """Every batch and query length of up to that many rows, asked of the launchers themselves."""
     pytest.importorskip("torch")
     pytest.importorskip("triton")
     from turboquant_rocm.backends._flydsl.config import COLUMNS, DIM
@@ -571,7 +572,7 @@ def test_the_workspace_is_what_decode_takes_at_most(name: str, arch: str):
     from turboquant_rocm.backends._triton.schedule import schedule_size
     from turboquant_rocm.backends._triton.workspace import Workspace
 
-    rows, context = 64, 1 << 17
+    context = 1 << 17
     answer = ask(name, arch, rows=rows)
     units = get_target(arch).compute_units
     most = 0

@@ -112,7 +112,7 @@ SOURCE = [
        "row // HQ * HQ + q_head", options=CUT),
     _s("lengths of the batch but one", "prepare", "cut_batch(seq_lens_ptr, schedule_ptr, batch, ",
        "cut_batch(seq_lens_ptr, schedule_ptr, batch - 1, ", options=CUT),
-    _s("order of dims", "reduce", "lane = w % VALUE[1]", "lane = (w + 1) % VALUE[1]"),
+    _s("order of dims", "reduce", "lane = r % VALUE[1]", "lane = (r + 1) % VALUE[1]"),
     _s("query scale doubled", "prepare", "tl.store(scale_ptr + row, up, inside)",
        "tl.store(scale_ptr + row, up * 2.0, inside)"),
     _s("codes not rounded", "store", "_divide(x - low, scale) + 0.5", "_divide(x - low, scale) + 0.0"),
