@@ -312,22 +312,25 @@ class Expected:
 
     @property
     def workspace(self) -> int:
-        """Queries and partial results of the fewest programs that keep 16 on each compute unit."""
+        """Queries and partial results of the fewest programs that keep 16 on each compute unit; or of three pieces of
+        each sequence, which the Triton kernels cut batches into, with what says how."""
         if "soa" not in self.counts:
             return 0
         fly = any(self.role(i).startswith("flydsl_") for i in range(self.model.layers))
         most = 128 if fly else 64  # splits
+        least = 0 if fly else 3
         programs = 16 * DEVICES[self.arch][2]
         tokens = max(1, 16 // (self.heads // self.kv_heads))
         width = max(128, 2 ** math.ceil(math.log2(self.model.head)))
         partials = 0
         for power in range(10):
             tiles = min(2**power, ROWS)
-            splits = min(most, math.ceil(programs / (tiles * self.kv_heads)))
+            splits = max(least, min(most, math.ceil(programs / (tiles * self.kv_heads))))
             partials = max(partials, min(tiles * tokens, ROWS) * splits)
         tiles = math.ceil(ROWS / tokens)
-        partials = max(partials, ROWS * min(most, math.ceil(programs / (tiles * self.kv_heads))))
-        return self.heads * (ROWS * (2 * (width + 4) + 4) + partials * 4 * (width + 1)) + 1024
+        partials = max(partials, ROWS * max(least, min(most, math.ceil(programs / (tiles * self.kv_heads)))))
+        schedule = 8 * (partials + ROWS + 1) if least else 0
+        return self.heads * (ROWS * (2 * (width + 4) + 4) + partials * 4 * (width + 1)) + schedule + 1280
 
     @property
     def free(self) -> float:

@@ -128,7 +128,7 @@ def test_broken_compiler(
     broken.install(body)
     decisions = [replace(chosen(here), layer=replace(LAYER, index=i)) for i in range(3)]
     caplog.clear()
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, logger=dispatch_module.__name__):
         bounds = [bind(decision) for decision in decisions]
     for i, bound in enumerate(bounds):
         assert bound.backend == "triton_soa"
