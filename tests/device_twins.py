@@ -11,6 +11,8 @@ from turboquant_rocm.backends._triton.device import (
     centroid_pairs4,
     fp8_pairs,
     fp8_unpack,
+    fp16_pair,
+    fp16_range,
     funnel,
     halves,
     nibbles,
@@ -153,6 +155,58 @@ def run_bytes(
         words(device), found, codes, values, bits, planes, table, value_steps(bits), target, WORDS
     )
     return found, codes, values
+
+
+@triton.jit
+def half_twins_kernel(
+    numbers_ptr,  # [2, n] fp32
+    pairs_ptr,  # [n] int32
+    ranges_ptr,  # [2, n] fp32
+    TOP: tl.constexpr,
+    TARGET: tl.constexpr,
+    N: tl.constexpr,
+):
+    i = tl.arange(0, N)
+    a = tl.load(numbers_ptr + i)
+    tl.store(pairs_ptr + i, fp16_pair(a, tl.load(numbers_ptr + N + i), TARGET))
+    up, down = fp16_range(a.to(tl.int32, bitcast=True) & 0x7FFFFFFF, TOP)
+    tl.store(ranges_ptr + i, up)
+    tl.store(ranges_ptr + N + i, down)
+
+
+def numbers(device: str) -> torch.Tensor:
+    """[2, n] fp32: of every exponent, ties and near ties between fp16 numbers, zeros, infinities and NaN."""
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(2, WORDS, generator=g) * torch.exp2(
+        torch.randint(-40, 20, (2, WORDS), generator=g).float()
+    )
+    ties = (1 + (2 * torch.arange(64) + 1) * 2.0**-12) * torch.exp2(torch.arange(64) % 20 - 10.0)
+    x[:, :64], x[1, 64:128] = ties, -ties * (1 + 2.0**-20)
+    edges = [
+        0.0,
+        -0.0,
+        65504.0,
+        65519.0,
+        65520.0,
+        -1e9,
+        1e38,
+        2.0**-24,
+        2.0**-25,
+        3e-45,
+        1e-38,
+        float("inf"),
+        float("nan"),
+    ]
+    x[0, 128 : 128 + len(edges)] = torch.tensor(edges)
+    return x.to(device)
+
+
+def run_halves(target: str, device: str, top: int = 14) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the numbers as fp16 [n, 2], what fp16_range returns [2, n])."""
+    pairs = torch.empty(WORDS, dtype=torch.int32, device=device)
+    ranges = torch.empty(2, WORDS, device=device)
+    half_twins_kernel[(1,)](numbers(device), pairs, ranges, top, target, WORDS)
+    return pairs.view(torch.float16).view(WORDS, 2), ranges
 
 
 def words(device: str) -> torch.Tensor:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.device_twins import HEAD_SIZE, run, run_bytes, words
+from tests.device_twins import HEAD_SIZE, numbers, run, run_bytes, run_halves, words
 from turboquant_rocm.backends._triton.tile import byte_table, centroid_table
 from turboquant_rocm.codebook import centroids
 
@@ -78,3 +78,18 @@ def test_funnel(device):
         [((int(j) & (2**64 - 1)) >> int(s)) & 0xFFFFFFFF for j, s in zip(joined, shift, strict=True)]
     )
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("top", [11, 14])
+def test_numbers_as_pairs_of_fp16(top, device):
+    pairs, (up, down) = run_halves("portable", device, top)
+    x = numbers(device)
+    want = x.T.to(torch.float16)
+    assert torch.equal(pairs.isnan(), want.isnan())
+    assert torch.equal(pairs[~want.isnan()], want[~want.isnan()])
+    assert torch.equal(up.double() * down.double(), torch.ones(len(up)).double())
+    size = x[0].abs()
+    usual = size.isfinite() & (size >= 2.0**-100)
+    scaled = size.double()[usual] * up.double()[usual]
+    assert bool((scaled >= 2.0**top).all()) and bool((scaled < 2.0 ** (top + 1)).all())
+    assert torch.equal(up[size < 2.0**-100], torch.full_like(up[size < 2.0**-100], 2.0 ** (top + 100)))

@@ -290,3 +290,12 @@ def test_byte_functions(bits, planes, target):
         run_bytes(bits, planes, kind, "cuda"), run_bytes(bits, planes, "portable", "cuda"), strict=True
     ):
         assert torch.equal(got, want)
+
+
+def test_numbers_as_pairs_of_fp16(target):
+    from tests.device_twins import run_halves
+
+    kind = {"nvidia": "cuda", "amd": "hip"}[target.vendor]
+    for got, want in zip(run_halves(kind, "cuda"), run_halves("portable", "cuda"), strict=True):
+        assert torch.equal(got.isnan(), want.isnan())
+        assert torch.equal(got[~got.isnan()], want[~want.isnan()])
