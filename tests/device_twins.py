@@ -175,7 +175,7 @@ def half_twins_kernel(
 
 
 def numbers(device: str) -> torch.Tensor:
-    """[2, n] fp32: of every exponent, ties and near ties between fp16 numbers, zeros, infinities and NaN."""
+    """[2, n] fp32: exponents around those of fp16, (near) ties between fp16 numbers, zeros, infinities and NaN."""
     g = torch.Generator().manual_seed(1)
     x = torch.randn(2, WORDS, generator=g) * torch.exp2(
         torch.randint(-40, 20, (2, WORDS), generator=g).float()
@@ -183,20 +183,8 @@ def numbers(device: str) -> torch.Tensor:
     ties = (1 + (2 * torch.arange(64) + 1) * 2.0**-12) * torch.exp2(torch.arange(64) % 20 - 10.0)
     x[:, :64], x[1, 64:128] = ties, -ties * (1 + 2.0**-20)
     edges = [
-        0.0,
-        -0.0,
-        65504.0,
-        65519.0,
-        65520.0,
-        -1e9,
-        1e38,
-        2.0**-24,
-        2.0**-25,
-        3e-45,
-        1e-38,
-        float("inf"),
-        float("nan"),
-    ]
+        0.0, -0.0, 65504.0, 65519.0, 65520.0, -1e9, 1e38, 2.0**-24, 2.0**-25, 3e-45, 1e-38, float("inf"), float("nan")
+    ]  # fmt: skip
     x[0, 128 : 128 + len(edges)] = torch.tensor(edges)
     return x.to(device)
 

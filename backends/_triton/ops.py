@@ -378,12 +378,16 @@ class DecodePlan:
         queries = min(max_query_len, -(-self.columns(max_query_len) // self.layer.gqa_ratio) + 1)
         return min(max_context, self.layer.window + queries - 1 + GROUP)
 
+    def capacity(self, max_query_len: int, compute_units: int) -> int:
+        """Programs of decode that run at once, as the number of splits aims at."""
+        return int(self.tuned(self.columns(max_query_len))["programs_per_cu"]) * compute_units
+
     def splits(self, batch: int, max_context: int, max_query_len: int, compute_units: int) -> int:
         """Number of splits for a shape: enough programs to fill the device, no split shorter than min_tokens."""
         choice = self.tuned(self.columns(max_query_len))
         visible = self.visible(max_context, max_query_len)
         programs = batch * self.layer.num_kv_heads * self.column_tiles(max_query_len)
-        capacity = choice["programs_per_cu"] * compute_units
+        capacity = self.capacity(max_query_len, compute_units)
         wanted = capacity // programs  # whole waves: never a few programs more
         if self.pdl:  # one split less where that lets decode start early
             fewer = (capacity - self.room(batch, max_query_len)) // programs
@@ -399,8 +403,8 @@ class DecodePlan:
     def early(self, batch: int, splits: int, max_query_len: int, compute_units: int) -> bool:
         """Whether decode, of several splits, leaves so much of the device free that it may start while prepare runs."""
         programs = batch * self.layer.num_kv_heads * self.column_tiles(max_query_len) * splits
-        capacity = self.tuned(self.columns(max_query_len))["programs_per_cu"] * compute_units
-        return splits > 1 and programs + self.room(batch, max_query_len) <= capacity
+        room = self.room(batch, max_query_len)
+        return splits > 1 and programs + room <= self.capacity(max_query_len, compute_units)
 
     def cut(self, batch: int, max_context: int, splits: int, compute_units: int) -> int:
         """Room for pieces if a batch of one query token each is to be cut by its lengths, else 0.
@@ -410,7 +414,7 @@ class DecodePlan:
         half of the device free: a schedule comes from prepare, and waiting for it costs more than it brings.
         """
         choice = self.tuned(self.columns(1))
-        half = choice["programs_per_cu"] * compute_units // 2
+        half = self.capacity(1, compute_units) // 2
         if batch < 2 or (splits > 1 and batch * self.layer.num_kv_heads * splits <= half):
             return 0
         if splits == 1 and self.visible(max_context, 1) < choice["cut_from"]:
@@ -426,9 +430,9 @@ class DecodePlan:
 
     def skew(self, pieces: int, compute_units: int) -> int:
         """By how much pieces differ in size (schedule.py): where not all of them run at once."""
-        choice = self.tuned(self.columns(1))
-        capacity = choice["programs_per_cu"] * compute_units
-        return int(choice["skew"]) if pieces * self.layer.num_kv_heads > capacity else 0
+        if pieces * self.layer.num_kv_heads <= self.capacity(1, compute_units):
+            return 0
+        return int(self.tuned(self.columns(1))["skew"])
 
 
 class TritonOps:
