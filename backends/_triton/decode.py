@@ -75,6 +75,7 @@ from .device import (
     nibble_order,
     nibbles,
     quarters,
+    read_words,
     spread3,
     table_bytes,
     value_pairs,
@@ -171,6 +172,7 @@ def _load_words(
     B: tl.constexpr,
     C: tl.constexpr,
     TILE: tl.constexpr,  # RowTile.constants
+    TARGET: tl.constexpr,
 ):
     """The words that hold the codes of each lane: a tuple of int32 tiles [A, B, C], consumed by _units."""
     BITS: tl.constexpr = TILE[0]
@@ -184,17 +186,18 @@ def _load_words(
         WORDS: tl.constexpr = NBYTES // 4
         for chunk in tl.static_range(UNITS // VEC):
             first = (chunk * LANES + lane) * VEC
-            row_ptr = at_ptr + first * 4
-            if VEC == 1:
-                # a word per lane, whoever is next
-                at = tl.max_contiguous(row_ptr.to(tl.pointer_type(tl.int32)), (1, 1, 1))
+            row_ptr = (at_ptr + first * 4).to(tl.pointer_type(tl.int32))
+            if TARGET == "cuda":
+                out = out + read_words(row_ptr, first < WORDS, VEC, (chunk + 1) * LANES * VEC > WORDS)
+            elif VEC == 1:
+                at = tl.max_contiguous(row_ptr, (1, 1, 1))  # a word per lane, whoever is next
                 if (chunk + 1) * LANES > WORDS:
                     out = out + (tl.load(at, first < WORDS, 0),)
                 else:
                     out = out + (tl.load(at),)
             else:
                 i = tl.arange(0, VEC)[None, None, None, :]
-                at = (row_ptr[:, :, :, None] + 4 * i).to(tl.pointer_type(tl.int32))
+                at = row_ptr[:, :, :, None] + i
                 at = tl.max_contiguous(tl.multiple_of(at, (1, 1, 1, 4 * VEC)), (1, 1, 1, VEC))
                 if (chunk + 1) * LANES * VEC > WORDS:
                     words = tl.load(at, (first[:, :, :, None] + i) < WORDS, 0)
@@ -207,7 +210,9 @@ def _load_words(
         left = tl.minimum(NBYTES - lane * RUN, RUN) + behind  # bytes to the end of the run
         for k in tl.static_range(COUNT):
             at = tl.max_contiguous((at_ptr + 4 * k).to(tl.pointer_type(tl.int32)), (1, 1, 1))
-            if NBYTES < RUN * LANES or 4 * k >= RUN:
+            if TARGET == "cuda":
+                out = out + read_words(at, left > 4 * k, 1, NBYTES < RUN * LANES or 4 * k >= RUN)
+            elif NBYTES < RUN * LANES or 4 * k >= RUN:
                 out = out + (tl.load(at, left > 4 * k, 0),)
             else:
                 out = out + (tl.load(at),)
@@ -786,6 +791,7 @@ def _load_rows(
     TILE: tl.constexpr,
     FIELD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    TARGET: tl.constexpr,
 ):
     """Words of one row per lane: token ``row`` of group ``group`` of the tile."""
     within = row + _within(token, last_group, group, BLOCK_SIZE, T // 16)
@@ -793,7 +799,7 @@ def _load_rows(
     if TILE[4] == 0:
         RUN: tl.constexpr = TILE[3] * TILE[2] * TILE[0] // 8
         offset += lane * RUN - behind
-    return _load_words(_spread(blocks, group, T // 16) + offset, lane, behind, A, B, C, TILE)
+    return _load_words(_spread(blocks, group, T // 16) + offset, lane, behind, A, B, C, TILE, TARGET)
 
 
 @triton.jit
@@ -806,10 +812,11 @@ def _load_keys(
     DATA: tl.constexpr,
     NORM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    TARGET: tl.constexpr,
 ):  # fmt: skip
     """Everything of the keys of a tile that is read from the cache: words (, norm)."""
     out = _load_rows(
-        blocks, token, last_group, head, group, row, lane, behind, A, B, C, T, TILE, DATA, BLOCK_SIZE
+        blocks, token, last_group, head, group, row, lane, behind, A, B, C, T, TILE, DATA, BLOCK_SIZE, TARGET
     )
     if TILE[0] != 8:
         out = out + (_load_meta(blocks, token, last_group, begin, end, NORM, head, BLOCK_SIZE, T),)
@@ -829,6 +836,7 @@ def _load_values(
     ZERO: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     RUNS: tl.constexpr,
+    TARGET: tl.constexpr,
 ):  # fmt: skip
     """Everything of the values of a tile that is read from the cache: RUNS times words, scale, zero."""
     out = ()
@@ -849,6 +857,7 @@ def _load_values(
             TILE,
             DATA,
             BLOCK_SIZE,
+            TARGET,
         )
     scale = _load_meta(blocks, token, last_group, begin, end, SCALE, head, BLOCK_SIZE, T)
     zero = _load_meta(blocks, token, last_group, begin, end, ZERO, head, BLOCK_SIZE, T)
@@ -1094,11 +1103,11 @@ def decode_kernel(
         blocks = _blocks(cache_ptr, pages, KEY_DATA[3], GROUPS)
         keys_read = _load_keys(
             blocks, token, last_group, begin, end, head, k_group, k_row, k_lane, k_behind,
-            KA, KB, KC, T, KEY, KEY_DATA, KEY_NORM, BLOCK_SIZE,
+            KA, KB, KC, T, KEY, KEY_DATA, KEY_NORM, BLOCK_SIZE, TARGET,
         )  # fmt: skip
         values_read = _load_values(
             blocks, token, last_group, begin, end, head, v_group, v_token, v_lane, v_behind,
-            VA, VB, VC, T, VALUE, VALUE_DATA, VALUE_SCALE, VALUE_ZERO, BLOCK_SIZE, RUNS,
+            VA, VB, VC, T, VALUE, VALUE_DATA, VALUE_SCALE, VALUE_ZERO, BLOCK_SIZE, RUNS, TARGET,
         )  # fmt: skip
         pages = _page_ids(table_ptr, tl.minimum(token + T, last_token), last_group, some, BLOCK_SIZE, GROUPS)
     if not CUT:
@@ -1145,11 +1154,11 @@ def decode_kernel(
                     )
             k_tile = _load_keys(
                 blocks, token, last_group, begin, end, head, k_group, k_row, k_lane, k_behind,
-                KA, KB, KC, T, KEY, KEY_DATA, KEY_NORM, BLOCK_SIZE,
+                KA, KB, KC, T, KEY, KEY_DATA, KEY_NORM, BLOCK_SIZE, TARGET,
             )  # fmt: skip
             v_tile = _load_values(
                 blocks, token, last_group, begin, end, head, v_group, v_token, v_lane, v_behind,
-                VA, VB, VC, T, VALUE, VALUE_DATA, VALUE_SCALE, VALUE_ZERO, BLOCK_SIZE, RUNS,
+                VA, VB, VC, T, VALUE, VALUE_DATA, VALUE_SCALE, VALUE_ZERO, BLOCK_SIZE, RUNS, TARGET,
             )  # fmt: skip
         k_units = _units(_slice(k_tile, 0, KWORDS), k_behind, KEY, TARGET)
 
@@ -1195,11 +1204,11 @@ def decode_kernel(
             blocks = _blocks(cache_ptr, pages, KEY_DATA[3], GROUPS)
             keys_read = _load_keys(
                 blocks, next_token, last_group, begin, end, head, k_group, k_row, k_lane, k_behind,
-                KA, KB, KC, T, KEY, KEY_DATA, KEY_NORM, BLOCK_SIZE,
+                KA, KB, KC, T, KEY, KEY_DATA, KEY_NORM, BLOCK_SIZE, TARGET,
             )  # fmt: skip
             values_read = _load_values(
                 blocks, next_token, last_group, begin, end, head, v_group, v_token, v_lane, v_behind,
-                VA, VB, VC, T, VALUE, VALUE_DATA, VALUE_SCALE, VALUE_ZERO, BLOCK_SIZE, RUNS,
+                VA, VB, VC, T, VALUE, VALUE_DATA, VALUE_SCALE, VALUE_ZERO, BLOCK_SIZE, RUNS, TARGET,
             )  # fmt: skip
             pages = _page_ids(
                 table_ptr, tl.minimum(token + 2 * T, last_token), last_group, some, BLOCK_SIZE, GROUPS

@@ -42,6 +42,7 @@ __all__ = [
     "nibbles",
     "pair_order",
     "quarters",
+    "read_words",
     "spread3",
     "table_bytes",
     "value_pairs",
@@ -74,6 +75,63 @@ def halves(
     low = pair.to(tl.int16).to(tl.float16, bitcast=True)
     high = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
     return low, high
+
+
+@triton.constexpr_function
+def _read_assembly(count, masked):
+    """PTX that reads ``count`` neighbouring words: outputs, the address and, if masked, whether to read (else 0)."""
+    outputs = [f"${i}" for i in range(count)]
+    kind, target = "b32", outputs[0]
+    if count > 1:
+        kind, target = f"v{count}.b32", "{" + ", ".join(outputs) + "}"
+    read = f"ld.global.L2::128B.{kind} {target}, [${count}];"
+    if not masked:
+        return read
+    zeros = " ".join(f"mov.b32 {output}, 0;" for output in outputs)
+    return f"{{ .reg .pred wanted; setp.ne.s32 wanted, ${count + 1}, 0; {zeros} @wanted {read} }}"
+
+
+@triton.constexpr_function
+def _read_constraints(count, masked):
+    output = "=&r" if masked else "=r"  # zeroed before the address is used
+    return ",".join([output] * count + ["l"] + ["r"] * masked)
+
+
+@triton.jit
+def read_words(
+    at_ptr,  # tile of pointers to int32
+    wanted,  # tile of int1; not read unless MASKED
+    COUNT: tl.constexpr,  # neighbouring words that each reads, 1, 2 or 4; aligned to as many
+    MASKED: tl.constexpr,  # 0 where not wanted
+):
+    """On NVIDIA: a tuple of COUNT tiles, read so that the second-level cache fetches whole lines of 128 bytes.
+
+    Of its own accord it fetches the 64 bytes that miss. A row of one head is hardly longer than that, and its neighbours
+    are wanted soon: other programs read the other heads, this one the next tokens. So memory is read in longer runs
+    (docs/performance.md).
+
+    Which lanes read follows from who needs the words, not from the addresses, as with tl.load: reads that several lanes
+    need in different orders are better left to that.
+    """
+    ASSEMBLY: tl.constexpr = _read_assembly(COUNT, MASKED)
+    CONSTRAINTS: tl.constexpr = _read_constraints(COUNT, MASKED)
+    at = at_ptr.to(tl.int64)
+    if MASKED:
+        operands = [at, wanted.to(tl.int32)]
+    else:
+        operands = [at]
+    if COUNT == 1:
+        out = (tl.inline_asm_elementwise(ASSEMBLY, CONSTRAINTS, operands, tl.int32, is_pure=True, pack=1),)
+    elif COUNT == 2:
+        out = tl.inline_asm_elementwise(
+            ASSEMBLY, CONSTRAINTS, operands, (tl.int32, tl.int32), is_pure=True, pack=1
+        )
+    else:
+        tl.static_assert(COUNT == 4)
+        out = tl.inline_asm_elementwise(
+            ASSEMBLY, CONSTRAINTS, operands, (tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
+        )
+    return out
 
 
 @triton.jit
