@@ -16,7 +16,7 @@ def cut_kernel(
     seq_lens_ptr, schedule_ptr, batch, pieces, window, min_tiles,
     MOST: tl.constexpr, T: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    cut_batch(seq_lens_ptr, schedule_ptr, batch, pieces, window, min_tiles, MOST, T, WINDOW)
+    cut_batch(seq_lens_ptr, schedule_ptr, batch, pieces, window, min_tiles, MOST, T, WINDOW, False)
 
 
 def check_schedule(
@@ -33,20 +33,22 @@ def check_schedule(
     )  # fmt: skip
     got = written.tolist()
     assert got[size:] == [-77] * 64, "written past its end"
-    share = got[0]
+    share = got[3]
     begins = [max(n - window, 0) // 16 * 16 if window else 0 for n in lens]
     tiles = [-(-(max(n, 0) - begin) // tile) for n, begin in zip(lens, begins, strict=True)]
+    if not any(tiles):  # nothing says how many tiles a piece would have
+        share = 1
     counts = [-(-n // share) for n in tiles]
     assert sum(counts) <= pieces, "a piece has no room"
     assert max(counts) <= most
-    entries = got[2 : 2 + 2 * pieces]
+    entries = got[: 4 * pieces]
     first, want = 0, []
     for b, count in enumerate(counts):
-        assert got[2 + 2 * pieces + 2 * b :][:2] == [first, count], f"sequence {b}"
-        want += [b, first] * count
+        assert got[4 * pieces + 2 * b :][:2] == [first, count], f"sequence {b}"
+        want += [b, first, lens[b], share] * count
         first += count
-    assert entries[: 2 * first] == want
-    assert entries[2 * first :: 2] == [-1] * (pieces - first)
+    assert entries[: 4 * first] == want
+    assert entries[4 * first :: 4] == [-1] * (pieces - first)
     least = max(-(-sum(tiles) // pieces), min_tiles, -(-max(tiles) // most))
     largest = max(-(-sum(tiles) // (pieces - batch)), least)
     assert least <= share <= largest

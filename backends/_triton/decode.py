@@ -910,7 +910,7 @@ def decode_kernel(
     table_ptr,  # [B, M] int32
     seq_lens_ptr,  # [B] int32
     query_start_ptr,  # [B + 1] int32; not read unless MULTI
-    schedule_ptr,  # [2 + 2 P + 2 B] int32; not read unless CUT
+    schedule_ptr,  # [4 P + 2 B] int32; not read unless CUT
     sinks_ptr,  # [Hq] fp32; not read unless SINKS and DIRECT
     tables_ptr,  # [TABLE_WORDS, 4] int32, the numbers of TABLE four times over; read on NVIDIA only
     out_ptr,  # DIRECT: [N, Hq, Dv]; else partial results [N * Hq, S, RW] int32, pairs; with CUT [P, Hq, RW]
@@ -993,14 +993,14 @@ def decode_kernel(
                 return
         if PDL:  # prepare wrote the schedule as well
             gdc_wait()
-        sequence, split, tiles_per_split = piece_of(schedule_ptr, part)
+        sequence, split, seq_len, tiles_per_split = piece_of(schedule_ptr, part)
         if sequence < 0:
             return
     else:
         split = tl.program_id(1)
         part = split
         sequence = tl.program_id(2)
-    seq_len = tl.load(seq_lens_ptr + sequence)
+        seq_len = tl.load(seq_lens_ptr + sequence)
     if MULTI:
         query_base = tl.load(query_start_ptr + sequence)
         query_len = tl.load(query_start_ptr + sequence + 1) - query_base
@@ -1008,6 +1008,8 @@ def decode_kernel(
         query_base = sequence
         query_len = 1
     if first_query >= query_len:
+        if PDL and not CUT:
+            gdc_wait()  # a kernel that waits for this one has waited for prepare
         return
 
     column = first_column + tl.arange(0, N)
@@ -1037,6 +1039,8 @@ def decode_kernel(
         tile_high = tl.minimum(tile_low + tiles_per_split, tiles)
     if not DIRECT:
         if tile_low >= tile_high:
+            if PDL and not CUT:
+                gdc_wait()
             tl.store(lse_ptr + 2 * _part(row, q_head, splits, part, HQ, CUT), float("-inf"), live)
             return
 

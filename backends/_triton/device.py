@@ -106,7 +106,7 @@ def read_words(
 ):
     """On NVIDIA: a tuple of COUNT tiles, read so that the second-level cache fetches whole lines of 128 bytes.
 
-    Of its own accord it fetches the 64 bytes that miss. A row of one head is hardly longer than that, and its neighbours
+    Of its own accord it fetches the 64 bytes that miss. A row of one head is hardly longer, and its neighbours
     are wanted soon: other programs read the other heads, this one the next tokens. So memory is read in longer runs
     (docs/performance.md).
 

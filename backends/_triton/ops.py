@@ -72,6 +72,8 @@ _MANY_PREPARE = 3
 """Programs of it per compute unit from which on each shall have more rows, because each reads the whole matrix."""
 _PREPARE_NUMBERS = 8192
 """Of those the most numbers that a program can hold in its registers."""
+_PREPARE_ROOM = 2
+"""Programs of decode that have as many registers as one of prepare."""
 MAX_SPLITS = 256
 """Of a sequence."""
 _NEARLY_ALL = 0.98
@@ -179,11 +181,12 @@ class DecodePlan:
             base["value_lanes"],
             alignment(layout, "value_data", cache_alignment),
         )
-        # Programmatic dependent launch (sm_90 and later): reduce starts while decode ends, and a decode that leaves
-        # room for prepare starts together with it. Each waits before it reads what the one before it writes; all else
-        # was written before prepare was started, because prepare is launched in the order of the stream. A decode that
-        # fills the device must not: programs that come while others hold registers leave holes between theirs that
-        # fit none, and what would be one wave of programs becomes two. It is launched when prepare is about to end.
+        # Programmatic dependent launch (sm_90 and later): prepare is launched while the kernel before it ends, reduce
+        # while decode ends, and a decode that leaves room for prepare together with it. Each waits before it reads what
+        # the one before it writes; all else was written before prepare had waited, and it launches decode after that. A
+        # decode that fills the device must not start early: programs that come while others hold registers leave holes
+        # between theirs that fit none, and what would be one wave of programs becomes two. It is launched when prepare
+        # is about to end, or, if the batch is cut, when only the program that cuts it is left.
         self.pdl = self.kind == "cuda" and int(target.arch.removeprefix("sm_")) >= 90
         # Halves of a word of a partial result: a lane of NVIDIA holds a row of every unit, one of AMD rows in a row.
         self.paired = target.vendor == "nvidia"
@@ -282,8 +285,8 @@ class DecodePlan:
     def prepare_constants(
         self, rows: int = _ROWS_PER_PREPARE, early: bool = False, cut: bool = False, columns: int = 0
     ) -> dict[str, Any]:
-        """Constexprs and options of the prepare kernel. rows: of a program. early: decode starts while it runs, where
-        the target can. cut: it writes a schedule for tiles of ``columns`` columns."""
+        """Constexprs and options of the prepare kernel. rows: of a program. early: decode is launched while it runs,
+        where the target can. cut: it writes a schedule for tiles of ``columns`` columns."""
         d = self.layout.head_size
         return {
             "HQ": self.layer.num_heads,
@@ -294,7 +297,7 @@ class DecodePlan:
             # padded sizes carry masks, in scalar registers that run out: fewer dims at once
             "CHUNK": min(128 if self.kind == "cuda" else 64, d) if d & (d - 1) == 0 else 32,
             "PDL": self.pdl,
-            "EARLY": self.pdl and early,
+            "EARLY": int(self.pdl and early) * int(__import__("os").environ.get("TQ_EARLY", "1")),
             "BASE": self.base,
             "CODES": self.planes == 1 and self.layout.preset.key_bits == 4,
             "STRETCH": self.stretch,
@@ -303,6 +306,7 @@ class DecodePlan:
             "MOST": MAX_SPLITS if cut else 0,
             "T": self.tuned(columns)["tokens"] if cut else 0,
             "WINDOW": cut and self.layer.window is not None,
+            **({"launch_pdl": True} if self.pdl else {}),
             "num_warps": 8 if self.kind == "cuda" else 4,
             "num_stages": 1,
             "enable_fp_fusion": True,
@@ -398,7 +402,7 @@ class DecodePlan:
 
     def room(self, batch: int, max_query_len: int) -> int:
         """How many decode programs find no place while prepare runs: a program of it has the registers of two."""
-        return 2 * -(-batch * max_query_len * self.layer.num_heads // _ROWS_PER_PREPARE)
+        return _PREPARE_ROOM * -(-batch * max_query_len * self.layer.num_heads // _ROWS_PER_PREPARE)
 
     def early(self, batch: int, splits: int, max_query_len: int, compute_units: int) -> bool:
         """Whether decode, of several splits, leaves so much of the device free that it may start while prepare runs."""
@@ -685,29 +689,30 @@ class TritonOps:
         rows = tokens * self.layer.num_heads
         heads = self.layer.num_kv_heads * plan.column_tiles(max_query_len)
         min_tiles = 1 if self.fixed_splits else -(-choice["min_tokens"] // choice["tokens"])
-        together = _ROWS_PER_PREPARE if early else plan.together(rows, _compute_units(device))
+        together = _ROWS_PER_PREPARE if early and not pieces else plan.together(rows, _compute_units(device))
         reduce = None
+        cut = bool(pieces)
         classes = choice["classes"]
         if not direct:
-            constants = plan.reduce_constants(not single, not no_lse, splits, bool(pieces))
+            constants = plan.reduce_constants(not single, not no_lse, splits, cut)
             reduce = Kernel(reduce_kernel, (rows, constants["PARTS"], 1), constants)
         return Launch(
             prepare=Kernel(
                 prepare_kernel,
-                (-(-rows // together) + bool(pieces), 1, 1),
-                plan.prepare_constants(together, early, bool(pieces), columns),
+                (-(-rows // together) + cut, 1, 1),
+                plan.prepare_constants(together, early, cut, columns),
             ),
             decode=Kernel(
                 decode_kernel,
                 (heads, -(-pieces // classes) * classes, 1) if pieces else (heads, splits, batch),
-                plan.decode_constants(columns, not single, direct, not no_lse, bool(pieces)),
+                plan.decode_constants(columns, not single, direct, not no_lse, cut),
             ),
             reduce=reduce,
             rows=rows,
             batch=batch if tokens else 0,
             splits=splits,
             pieces=pieces,
-            numbers=schedule_size(pieces, batch) if pieces else 0,
+            numbers=schedule_size(pieces, batch) if cut else 0,
             min_tiles=min_tiles,
             skew=plan.skew(pieces, _compute_units(device)),
             matrix=self._matrix[device, aligned],
@@ -734,7 +739,11 @@ class TritonOps:
             pieces = plan.cut(batch, max_context, splits, units) if single else 0
             if pieces:
                 splits = pieces // batch
-        return splits, pieces, not pieces and plan.early(batch, splits, max_query_len, units)
+        if not pieces:
+            return splits, 0, plan.early(batch, splits, max_query_len, units)
+        programs = pieces * self.layer.num_kv_heads
+        capacity = plan.capacity(1, units)
+        return splits, pieces, not capacity - _PREPARE_ROOM < programs <= capacity
 
 
 @cache

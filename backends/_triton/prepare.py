@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device import GUESS_BASE, fp16_range, gdc_launch_dependents, nibble_order
+from .device import GUESS_BASE, fp16_range, gdc_launch_dependents, gdc_wait, nibble_order
 from .schedule import cut_batch
 
 __all__ = ["prepare_kernel"]
@@ -40,7 +40,7 @@ def prepare_kernel(
     prepared_ptr,  # [N * Hq, KP] fp16, written
     scale_ptr,  # [N * Hq] fp32, written
     seq_lens_ptr,  # [B] int32; not read unless CUT
-    schedule_ptr,  # [2 + 2 P + 2 B] int32, written if CUT, see schedule.py
+    schedule_ptr,  # [4 P + 2 B] int32, written if CUT, see schedule.py
     rows,  # N * Hq
     token_stride,
     head_stride,
@@ -55,7 +55,7 @@ def prepare_kernel(
     R: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
-    EARLY: tl.constexpr,  # with PDL: decode starts at once, not when this ends
+    EARLY: tl.constexpr,  # with PDL: decode starts while this runs, not when it ends
     BASE: tl.constexpr,  # unless 0: [N * Hq, 2, KP] int8 in place of fp16, BASE * upper + lower
     CODES: tl.constexpr,  # lower in the order of device.nibble_order
     STRETCH: tl.constexpr,  # of lower
@@ -65,12 +65,16 @@ def prepare_kernel(
     T: tl.constexpr,  # tokens of a tile
     WINDOW: tl.constexpr,
 ):
-    if PDL and EARLY:
-        gdc_launch_dependents()
+    if PDL:  # launched while what comes before it ends; decode, which this launches, relies on that having ended
+        gdc_wait()
+        if EARLY == 1 and not CUT:
+            gdc_launch_dependents()
     program = tl.program_id(0)
     if CUT:
         if program == 0:
-            cut_batch(seq_lens_ptr, schedule_ptr, batch, pieces, window, min_tiles, MOST, T, WINDOW)
+            cut_batch(
+                seq_lens_ptr, schedule_ptr, batch, pieces, window, min_tiles, MOST, T, WINDOW, PDL and EARLY
+            )
             if PDL and not EARLY:
                 gdc_launch_dependents()
             return
@@ -87,6 +91,8 @@ def prepare_kernel(
             matrix_ptr + column[None, :] * D + d[:, None], (column < KP)[None, :] & (d < D)[:, None], 0.0
         )
         y = tl.dot(q, a.to(q.dtype), y)
+    if PDL and EARLY == 2 and not CUT:
+        gdc_launch_dependents()
     largest = tl.max(
         y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1
     )  # positive floats compare like their bits
@@ -112,5 +118,5 @@ def prepare_kernel(
         tl.store(at + KP, lower, keep)
     else:
         tl.store(prepared_ptr + row[:, None] * KP + column[None, :], y.to(tl.float16), keep)
-    if PDL and not EARLY:
+    if PDL and (CUT or not EARLY):
         gdc_launch_dependents()

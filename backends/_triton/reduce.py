@@ -32,7 +32,7 @@ def reduce_kernel(
     part_ptr,  # [N * Hq, S, RW] int32, pairs of fp16 numbers, or with CUT [P, Hq, RW]
     part_lse_ptr,  # [N * Hq, S, 2] fp32, lse (base 2) and what the numbers must be multiplied by, or [P, Hq, 2]
     query_start_ptr,  # [B + 1] int32; not read unless MULTI
-    schedule_ptr,  # [2 + 2 P + 2 B] int32; not read unless CUT
+    schedule_ptr,  # [4 P + 2 B] int32; not read unless CUT
     sinks_ptr,  # [Hq] fp32; not read unless SINKS
     out_ptr,  # [N, Hq, Dv], written
     lse_ptr,  # [N, Hq] fp32, natural logarithm, written if WRITE_LSE
@@ -66,11 +66,14 @@ def reduce_kernel(
         first_piece, splits = pieces_of(schedule_ptr, token, pieces)
         at_part = first_piece.to(tl.int64) * HQ + head
         step = HQ
-    if MULTI:  # rows past the last sequence are padding
-        if token >= tl.load(query_start_ptr + batch):
-            return
+    rows = 0
+    if MULTI:
+        rows = tl.load(query_start_ptr + batch)
     if PDL:
         gdc_wait()
+    if MULTI:  # rows past the last sequence are padding
+        if token >= rows:
+            return
 
     WIDTH: tl.constexpr = RW2 // PARTS
     w = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)

@@ -8,9 +8,8 @@ ceil(n_b / t). A batch of equal lengths is cut as if each sequence had P / B pie
 t lies between ceil(sum n / P) and ceil(sum n / (P - B)), where every sequence may have a piece that is not full; of
 CANDIDATES values in between the first that fits is taken. It is more where a sequence would get more than MOST pieces.
 
-The schedule, int32 [2 + 2 P + 2 B] at a multiple of 8 bytes: t, a number that is not used, then (sequence, first piece
-of that sequence) of every piece, sequence -1 where there is none, then (first piece, number of pieces) of every
-sequence.
+The schedule, int32 [4 P + 2 B] at a multiple of 16 bytes: (sequence, first piece of that sequence, its length, t) of
+every piece, sequence -1 where there is none, then (first piece, number of pieces) of every sequence.
 
 Sizes. Where not all pieces run at once, those that run last should be small: the device is idle from when the first of
 its programs finds no further piece. So with CLASSES > 1 piece p is of class p % CLASSES; class 0 is launched first and
@@ -26,6 +25,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .device import gdc_launch_dependents
+
 __all__ = [
     "cut_batch",
     "piece_of",
@@ -36,7 +37,6 @@ __all__ = [
     "visible_tiles",
 ]
 
-_HEAD = tl.constexpr(2)  # numbers before the first pair
 _CANDIDATES = tl.constexpr(16)
 _AT_ONCE = tl.constexpr(128)  # sequences
 _ENTRIES = tl.constexpr(8)  # pieces of a sequence written at once
@@ -44,7 +44,7 @@ _ENTRIES = tl.constexpr(8)  # pieces of a sequence written at once
 
 def schedule_size(pieces: int, batch: int) -> int:
     """Numbers in a schedule."""
-    return _HEAD.value + 2 * pieces + 2 * batch
+    return 4 * pieces + 2 * batch
 
 
 @triton.jit
@@ -67,35 +67,32 @@ def visible_tiles(
 
 @triton.jit
 def piece_of(
-    schedule_ptr,  # [2 + 2 P + 2 B] int32
+    schedule_ptr,  # [4 P + 2 B] int32
     piece,
 ):
-    """(sequence or -1, number of the piece in its sequence, tiles to a piece)."""
-    sequence, first = _pair(schedule_ptr, piece)
-    return sequence, piece - first, tl.load(schedule_ptr)
+    """(sequence or -1, number of the piece in its sequence, length of the sequence, tiles to a piece)."""
+    sequence, first = _pair(schedule_ptr, 2 * piece)
+    seq_len, share = _pair(schedule_ptr, 2 * piece + 1)
+    return sequence, piece - first, seq_len, share
 
 
 @triton.jit
 def _pair(
-    schedule_ptr,  # [2 + 2 P + 2 B] int32
+    schedule_ptr,  # [4 P + 2 B] int32
     number,  # of the pair
 ):
     """Two neighbours in one read."""
-    both = tl.load((schedule_ptr + _HEAD).to(tl.pointer_type(tl.int64)) + number)
+    both = tl.load(schedule_ptr.to(tl.pointer_type(tl.int64)) + number)
     return both.to(tl.int32), (both >> 32).to(tl.int32)
 
 
 @triton.jit
-def _write_pair(
-    schedule_ptr,
-    number,  # tile
+def _pairs(
     a,  # tile, int32
     b,
-    keep,
 ):
-    """The other way round: half as many writes, which far apart is what they cost."""
-    both = (a.to(tl.int64) & 0xFFFFFFFF) | (b.to(tl.int64) << 32)
-    tl.store((schedule_ptr + _HEAD).to(tl.pointer_type(tl.int64)) + number, both, keep)
+    """The other way round: fewer writes, which far apart are what a schedule costs."""
+    return (a.to(tl.int64) & 0xFFFFFFFF) | (b.to(tl.int64) << 32)
 
 
 @triton.jit
@@ -141,19 +138,20 @@ def _lead(
 
 @triton.jit
 def pieces_of(
-    schedule_ptr,  # [2 + 2 P + 2 B] int32
+    schedule_ptr,  # [4 P + 2 B] int32
     sequence,
     pieces,  # P
 ):
     """(first piece, number of pieces) of a sequence."""
-    return _pair(schedule_ptr, pieces + sequence)
+    return _pair(schedule_ptr, 2 * pieces + sequence)
 
 
 @triton.jit
 def _lengths(seq_lens_ptr, first, batch, window, T: tl.constexpr, WINDOW: tl.constexpr):
-    """Tiles of _AT_ONCE sequences, 0 past the batch."""
+    """Lengths of _AT_ONCE sequences and their tiles, 0 past the batch."""
     b = first + tl.arange(0, _AT_ONCE)
-    return visible_tiles(tl.load(seq_lens_ptr + b, b < batch, 0), window, T, WINDOW)
+    lens = tl.load(seq_lens_ptr + b, b < batch, 0)
+    return lens, visible_tiles(lens, window, T, WINDOW)
 
 
 @triton.jit
@@ -174,7 +172,8 @@ def _needed(
 def _write(
     schedule_ptr,
     first,  # sequence
-    tiles,  # [_AT_ONCE], of the sequences from there on
+    lens,  # [_AT_ONCE], of the sequences from there on
+    tiles,  # [_AT_ONCE], likewise
     used,  # pieces of those before
     share,
     entries,  # at least the pieces of any sequence
@@ -182,25 +181,28 @@ def _write(
     pieces,
 ):
     """Write what belongs to these sequences; returns the pieces used so far."""
+    pair_ptr = schedule_ptr.to(tl.pointer_type(tl.int64))
     i = tl.arange(0, _ENTRIES)
+    two = tl.arange(0, 2)
     count = (tiles + share - 1) // share
     ends = used + tl.cumsum(count, axis=0)
     at = ends - count
     b = first + tl.arange(0, _AT_ONCE)
-    _write_pair(schedule_ptr, pieces + b, at, count, b < batch)
+    tl.store(pair_ptr + 2 * pieces + b, _pairs(at, count), b < batch)
     none = tl.zeros((_AT_ONCE, _ENTRIES), tl.int32)
+    entry = tl.join(_pairs(b, at)[:, None] + none, _pairs(lens, lens * 0 + share)[:, None] + none)
     for done in range(0, entries, _ENTRIES):
         number = done + i[None, :] + none
-        _write_pair(
-            schedule_ptr, at[:, None] + number, b[:, None] + none, at[:, None] + none, number < count[:, None]
-        )
+        keep = number < count[:, None]
+        place = 2 * (at[:, None] + number)
+        tl.store(pair_ptr + place[:, :, None] + two[None, None, :], entry, keep[:, :, None])
     return tl.max(ends, axis=0)
 
 
 @triton.jit
 def cut_batch(
     seq_lens_ptr,  # [B] int32
-    schedule_ptr,  # [2 + 2 P + 2 B] int32, written
+    schedule_ptr,  # [4 P + 2 B] int32, written
     batch,  # B
     pieces,  # P > B
     window,
@@ -208,12 +210,13 @@ def cut_batch(
     MOST: tl.constexpr,  # pieces of a sequence
     T: tl.constexpr,
     WINDOW: tl.constexpr,
+    EARLY: tl.constexpr,  # launch the dependent kernel before writing
 ):
     """Write the schedule; one program. The lengths of the first _AT_ONCE sequences stay in registers."""
-    ahead = _lengths(seq_lens_ptr, 0, batch, window, T, WINDOW)
+    lens_ahead, ahead = _lengths(seq_lens_ptr, 0, batch, window, T, WINDOW)
     total, longest = tl.reduce((ahead, ahead), 0, _sum_and_maximum)
     for first in range(_AT_ONCE, batch, _AT_ONCE):
-        tiles = _lengths(seq_lens_ptr, first, batch, window, T, WINDOW)
+        _, tiles = _lengths(seq_lens_ptr, first, batch, window, T, WINDOW)
         more, longer = tl.reduce((tiles, tiles), 0, _sum_and_maximum)
         total += more
         longest = tl.maximum(longest, longer)
@@ -225,16 +228,18 @@ def cut_batch(
     tried = least + ((most - least) * k + _CANDIDATES - 2) // (_CANDIDATES - 1)  # the last is ``most``
     needed = _needed(ahead, tried)
     for first in range(_AT_ONCE, batch, _AT_ONCE):
-        needed += _needed(_lengths(seq_lens_ptr, first, batch, window, T, WINDOW), tried)
+        _, tiles = _lengths(seq_lens_ptr, first, batch, window, T, WINDOW)
+        needed += _needed(tiles, tried)
     share = tl.min(tl.where(needed <= pieces, tried, most), axis=0)
+    if EARLY:
+        gdc_launch_dependents()
 
-    tl.store(schedule_ptr, share)
     entries = (longest + share - 1) // share  # most pieces of a sequence
-    used = _write(schedule_ptr, 0, ahead, 0, share, entries, batch, pieces)
+    used = _write(schedule_ptr, 0, lens_ahead, ahead, 0, share, entries, batch, pieces)
     for first in range(_AT_ONCE, batch, _AT_ONCE):
-        tiles = _lengths(seq_lens_ptr, first, batch, window, T, WINDOW)
-        used = _write(schedule_ptr, first, tiles, used, share, entries, batch, pieces)
+        lens, tiles = _lengths(seq_lens_ptr, first, batch, window, T, WINDOW)
+        used = _write(schedule_ptr, first, lens, tiles, used, share, entries, batch, pieces)
     for first in range(used, pieces, _AT_ONCE):
         piece = first + tl.arange(0, _AT_ONCE)
-        none = tl.full((_AT_ONCE,), -1, tl.int32)
-        _write_pair(schedule_ptr, piece, none, piece, piece < pieces)
+        none = tl.full((_AT_ONCE,), -1, tl.int64)
+        tl.store(schedule_ptr.to(tl.pointer_type(tl.int64)) + 2 * piece, none, piece < pieces)
