@@ -867,14 +867,19 @@ def _load_values(
 @triton.jit
 def _part(
     row,  # [N] int64
+    query,  # [N]
     q_head,  # [N]
     splits,
     part,  # the split, or with CUT the piece
+    most_queries,
     HQ: tl.constexpr,
     CUT: tl.constexpr,
+    MULTI: tl.constexpr,
 ):
     """Where the partial results of this program's columns go, [N]."""
-    if CUT:
+    if CUT and MULTI:
+        out = (part.to(tl.int64) * most_queries + query) * HQ + q_head
+    elif CUT:
         out = part.to(tl.int64) * HQ + q_head
     else:
         out = row * splits + part
@@ -893,6 +898,7 @@ _ARGUMENT_NAMES = (
     "lse_head_stride",
     "min_tiles",
     "pieces",
+    "most_queries",
     "skew",
 )
 
@@ -913,8 +919,8 @@ def decode_kernel(
     schedule_ptr,  # [4 P + 2 B] int32; not read unless CUT
     sinks_ptr,  # [Hq] fp32; not read unless SINKS and DIRECT
     tables_ptr,  # [TABLE_WORDS, 4] int32, the numbers of TABLE four times over; read on NVIDIA only
-    out_ptr,  # DIRECT: [N, Hq, Dv]; else partial results [N * Hq, S, RW] int32, pairs; with CUT [P, Hq, RW]
-    lse_ptr,  # DIRECT: [N, Hq] fp32 natural logarithm; else [N * Hq, S, 2] fp32, lse and scale; with CUT [P, Hq, 2]
+    out_ptr,  # DIRECT: [N, Hq, Dv]; else partial results [N * Hq, S, RW] int32, pairs; with CUT [P, Q, Hq, RW]
+    lse_ptr,  # DIRECT: [N, Hq] fp32 natural logarithm; else [N * Hq, S, 2] fp32, lse and scale; with CUT [P, Q, Hq, 2]
     table_stride,
     out_token_stride,  # DIRECT only
     out_head_stride,
@@ -926,6 +932,7 @@ def decode_kernel(
     splits,  # S
     min_tiles,  # fewest tiles a split takes
     pieces,  # P; not used unless CUT
+    most_queries,  # Q: of a sequence the most that can be; not used unless CUT and MULTI
     skew,  # of the sizes of pieces, see schedule.py; not used unless CLASSES > 1
     HQ: tl.constexpr,
     HK: tl.constexpr,
@@ -964,7 +971,7 @@ def decode_kernel(
     DIRECT: tl.constexpr,
     WRITE_LSE: tl.constexpr,
     PDL: tl.constexpr,  # programmatic dependent launch, see ops.py
-    CUT: tl.constexpr,  # only without MULTI and DIRECT
+    CUT: tl.constexpr,  # only without DIRECT
     CLASSES: tl.constexpr,  # of pieces by size, see schedule.py; not used unless CUT
     TARGET: tl.constexpr,
 ):
@@ -973,7 +980,7 @@ def decode_kernel(
     VUNITS: tl.constexpr = VALUE[3]
     KWORDS: tl.constexpr = KEY[7]
     VWORDS: tl.constexpr = VALUE[7]
-    tl.static_assert(not CUT or not (MULTI or DIRECT))
+    tl.static_assert(not CUT or not DIRECT)
     tl.static_assert(not PREFETCH or KEY_DATA[3] % 4 == 0)  # where blocks start would have to be kept as well
     KL: tl.constexpr = KEY[1]
     VL: tl.constexpr = VALUE[1]
@@ -1027,21 +1034,25 @@ def decode_kernel(
     start = begin // 16 * 16
     last_group = tl.maximum(end - 1, 0) // 16 * 16
 
+    tiles = (tl.maximum(end - start, 0) + T - 1) // T
     if CUT:
-        tiles = visible_tiles(seq_len, window, T, WINDOW)
+        # what the last query sees: the others may see fewer tiles at the end, or one more in front
+        of_sequence = visible_tiles(seq_len, window, T, WINDOW)
+        seen = tiles if MULTI else of_sequence
+        tile_low, tile_high = piece_range(split, part, tiles_per_split, of_sequence, seen, skew, CLASSES)
     else:
-        tiles = (tl.maximum(end - start, 0) + T - 1) // T
         tiles_per_split = tl.maximum((tiles + splits - 1) // splits, min_tiles)
-    if CUT and CLASSES > 1:
-        tile_low, tile_high = piece_range(split, part, tiles_per_split, tiles, skew, CLASSES)
-    else:
         tile_low = split * tiles_per_split
         tile_high = tl.minimum(tile_low + tiles_per_split, tiles)
     if not DIRECT:
         if tile_low >= tile_high:
             if PDL and not CUT:
                 gdc_wait()
-            tl.store(lse_ptr + 2 * _part(row, q_head, splits, part, HQ, CUT), float("-inf"), live)
+            tl.store(
+                lse_ptr + 2 * _part(row, query, q_head, splits, part, most_queries, HQ, CUT, MULTI),
+                float("-inf"),
+                live,
+            )
             return
 
     # Which token and which part of its row each lane reads. Lanes are dealt out over the dimensions of a tile in
@@ -1313,7 +1324,7 @@ def decode_kernel(
         for u in tl.static_range(VUNITS):
             most = tl.maximum(most, tl.abs(results[u]))
         to_half, from_half = fp16_range(tl.max(most, axis=0).to(tl.int32, bitcast=True), _PART_TOP)
-        where = _part(row, q_head, splits, part, HQ, CUT)
+        where = _part(row, query, q_head, splits, part, most_queries, HQ, CUT, MULTI)
         if PAIRED:
             for i in tl.static_range(PAIRS):
                 low = results[2 * i] * to_half[None, :]

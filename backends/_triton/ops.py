@@ -6,6 +6,7 @@ first time that shape is met, and a call only fills in pointers.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -59,7 +60,7 @@ ARGUMENTS: Mapping[str, Any] = {
     "part_ptr": torch.float32, "part_lse_ptr": torch.float32,
     "rows": 1, "batch": 1, "pieces": 1, "token_stride": 1, "head_stride": 1, "table_stride": 1, "out_token_stride": 1,
     "out_head_stride": 1, "lse_token_stride": 1, "lse_head_stride": 1, "window": 1, "splits": 1, "min_tiles": 1,
-    "skew": 1, "scale_log2": 1.0, "soft_cap": 1.0,
+    "most_queries": 1, "skew": 1, "scale_log2": 1.0, "soft_cap": 1.0,
 }  # fmt: skip
 """Stand-ins for the arguments of the kernels, for compiling them ahead of time."""
 PARTIAL: Mapping[str, torch.dtype] = {"out_ptr": torch.int32}
@@ -142,6 +143,7 @@ class Launch:
     numbers: int
     """Of the schedule."""
     min_tiles: int
+    most_queries: int
     skew: int
     matrix: torch.Tensor
     tables: torch.Tensor
@@ -189,7 +191,7 @@ class DecodePlan:
         # is about to end, or, if the batch is cut, when only the program that cuts it is left.
         self.pdl = self.kind == "cuda" and int(target.arch.removeprefix("sm_")) >= 90
         # Halves of a word of a partial result: a lane of NVIDIA holds a row of every unit, one of AMD rows in a row.
-        self.paired = target.vendor == "nvidia"
+        self.paired = target.vendor == "nvidia" and self.value.units > 1
         self.part_words = self.value.part_words(self.paired)
         self.planes = 0
         if base["int8_keys"] and not preset.fp8_keys and not corrects_norm(layout):
@@ -297,7 +299,7 @@ class DecodePlan:
             # padded sizes carry masks, in scalar registers that run out: fewer dims at once
             "CHUNK": min(128 if self.kind == "cuda" else 64, d) if d & (d - 1) == 0 else 32,
             "PDL": self.pdl,
-            "EARLY": int(self.pdl and early) * int(__import__("os").environ.get("TQ_EARLY", "1")),
+            "EARLY": self.pdl and early,
             "BASE": self.base,
             "CODES": self.planes == 1 and self.layout.preset.key_bits == 4,
             "STRETCH": self.stretch,
@@ -390,7 +392,7 @@ class DecodePlan:
         """Number of splits for a shape: enough programs to fill the device, no split shorter than min_tokens."""
         choice = self.tuned(self.columns(max_query_len))
         visible = self.visible(max_context, max_query_len)
-        programs = batch * self.layer.num_kv_heads * self.column_tiles(max_query_len)
+        programs = self.programs(batch, max_query_len)
         capacity = self.capacity(max_query_len, compute_units)
         wanted = capacity // programs  # whole waves: never a few programs more
         if self.pdl:  # one split less where that lets decode start early
@@ -406,37 +408,49 @@ class DecodePlan:
 
     def early(self, batch: int, splits: int, max_query_len: int, compute_units: int) -> bool:
         """Whether decode, of several splits, leaves so much of the device free that it may start while prepare runs."""
-        programs = batch * self.layer.num_kv_heads * self.column_tiles(max_query_len) * splits
+        programs = self.programs(batch * splits, max_query_len)
         room = self.room(batch, max_query_len)
         return splits > 1 and programs + room <= self.capacity(max_query_len, compute_units)
 
-    def cut(self, batch: int, max_context: int, splits: int, compute_units: int) -> int:
-        """Room for pieces if a batch of one query token each is to be cut by its lengths, else 0.
+    def programs(self, pieces: int, max_query_len: int) -> int:
+        """Of decode, for so many splits or pieces."""
+        return pieces * self.layer.num_kv_heads * self.column_tiles(max_query_len)
+
+    def early_cut(self, pieces: int, max_query_len: int, compute_units: int) -> bool:
+        """Whether decode of a batch that is cut may be launched while the program that cuts it still runs. Its place is
+        free for none of those that run at once; that must not make a second wave of what would be one."""
+        programs = self.programs(pieces, max_query_len)
+        capacity = self.capacity(max_query_len, compute_units)
+        return programs + _PREPARE_ROOM <= capacity or programs > capacity
+
+    def cut(self, batch: int, max_context: int, splits: int, max_query_len: int, compute_units: int) -> int:
+        """Room for pieces if a batch of ``max_query_len`` query tokens each is to be cut by its lengths, else 0.
 
         As many as without a schedule, twice as many where pieces of half the size are still ``double_from`` tokens
         long, and ``cut_pieces`` to a sequence where sequences would not be split. Not where the shortest splits leave
         half of the device free: a schedule comes from prepare, and waiting for it costs more than it brings.
         """
-        choice = self.tuned(self.columns(1))
-        half = self.capacity(1, compute_units) // 2
-        if batch < 2 or (splits > 1 and batch * self.layer.num_kv_heads * splits <= half):
+        choice = self.tuned(self.columns(max_query_len))
+        visible = self.visible(max_context, max_query_len)
+        half = self.capacity(max_query_len, compute_units) // 2
+        if batch < 2 or (splits > 1 and self.programs(batch * splits, max_query_len) <= half):
             return 0
-        if splits == 1 and self.visible(max_context, 1) < choice["cut_from"]:
+        if splits == 1 and visible < choice["cut_from"]:
             return 0
         each = choice["cut_pieces"]
         if splits > 1:
             each, least = splits, choice["double_from"]
             whole = 2 * splits <= MAX_SPLITS and 2 * splits % choice["classes"] == 0
-            if least and whole and self.visible(max_context, 1) >= 2 * splits * least:
+            if least and whole and visible >= 2 * splits * least:
                 each = 2 * splits
         pieces = batch * each
         return pieces if pieces + choice["classes"] <= _MAX_GRID else 0
 
-    def skew(self, pieces: int, compute_units: int) -> int:
+    def skew(self, pieces: int, max_query_len: int, compute_units: int) -> int:
         """By how much pieces differ in size (schedule.py): where not all of them run at once."""
-        if pieces * self.layer.num_kv_heads <= self.capacity(1, compute_units):
+        if self.programs(pieces, max_query_len) <= self.capacity(max_query_len, compute_units):
             return 0
-        return int(self.tuned(self.columns(1))["skew"])
+        return int(self.tuned(self.columns(max_query_len))["skew"])
 
 
 class TritonOps:
@@ -550,12 +564,13 @@ class TritonOps:
             out if direct else part,
             some_lse if direct else part_lse,
             block_table.stride(0), out_token, out_head, lse_token, lse_head,
-            scale * plan.factor, self._soft_cap, self._window, splits, launch.min_tiles, launch.pieces, launch.skew,
+            scale * plan.factor, self._soft_cap, self._window, splits, launch.min_tiles, launch.pieces,
+            launch.most_queries, launch.skew,
         )  # fmt: skip
         if launch.reduce is not None:
             launch.reduce(
                 part, part_lse, starts, schedule, some_sinks, out, some_lse, splits, launch.batch, launch.pieces,
-                out_token, out_head, lse_token, lse_head,
+                launch.most_queries, out_token, out_head, lse_token, lse_head,
             )  # fmt: skip
 
     def warmup(
@@ -590,6 +605,8 @@ class TritonOps:
         modes: set[tuple[int, bool, bool]] = set()
         most_splits = 1
         most_pieces = 0  # of a sequence, on average
+        cuts: set[tuple[int, bool]] = set()
+        early_cuts: set[bool] = set()
         nbytes = 0
         for batch in range(1, max_batch + 1):
             for length in lengths:
@@ -597,12 +614,13 @@ class TritonOps:
                 rows = batch * length * self.layer.num_heads
                 splits, _, _ = self._split(plan, batch, max_context, length, False, device)
                 nbytes = max(nbytes, space.needed(*plan.scratch(rows, splits)))
-                if length == 1:
-                    average, pieces, _ = self._split(plan, batch, max_context, 1, True, device)
-                    if pieces:
-                        most_pieces = max(most_pieces, average)
-                        numbers = schedule_size(pieces, batch)
-                        nbytes = max(nbytes, space.needed(*plan.scratch(rows, average, numbers)))
+                average, pieces, early = self._split(plan, batch, max_context, length, True, device)
+                if pieces:
+                    cuts |= {(columns, multi) for multi in {length > 1, True}}
+                    early_cuts.add(plan.pdl and early)
+                    most_pieces = max(most_pieces, average)
+                    numbers = schedule_size(pieces, batch)
+                    nbytes = max(nbytes, space.needed(*plan.scratch(rows, average, numbers)))
                 most_splits = max(most_splits, splits)
                 modes |= {(columns, multi, s == 1) for multi in {length > 1, True} for s in {1, splits}}
                 if length == 1:
@@ -627,17 +645,15 @@ class TritonOps:
                     for splits in _joined(most_splits):
                         constants = plan.reduce_constants(multi, write, splits)
                         compiled.append(self._compile(reduce_kernel, constants, JOINED | {"out_ptr": dtype}))
-        if most_pieces:
-            columns = plan.columns(1)
-            for size in prepared:
-                constants = plan.prepare_constants(size, cut=True, columns=columns)
+        for columns, multi in sorted(cuts):
+            for size, early in itertools.product(prepared, sorted(early_cuts)):
+                constants = plan.prepare_constants(size, early, cut=True, columns=columns)
                 compiled.append(self._compile(prepare_kernel, constants, {"query_ptr": dtype}))
-            constants = plan.decode_constants(columns, False, False, False, cut=True)
+            constants = plan.decode_constants(columns, multi, False, False, cut=True)
             compiled.append(self._compile(decode_kernel, constants, PARTIAL))
-            for write in some_lse:
-                for splits in _joined(most_pieces):
-                    constants = plan.reduce_constants(False, write, splits, True)
-                    compiled.append(self._compile(reduce_kernel, constants, JOINED | {"out_ptr": dtype}))
+            for write, splits in itertools.product(some_lse, _joined(most_pieces)):
+                constants = plan.reduce_constants(multi, write, splits, True)
+                compiled.append(self._compile(reduce_kernel, constants, JOINED | {"out_ptr": dtype}))
         return len({id(kernel) for kernel in compiled})
 
     @staticmethod
@@ -683,7 +699,8 @@ class TritonOps:
             max_query_len = 1
         columns = plan.columns(max_query_len)
         context = blocks * self.layout.block_size
-        splits, pieces, early = self._split(plan, max(batch, 1), context, max_query_len, single, device)
+        even = tokens == batch * max_query_len  # then all sequences have as many query tokens, or are padding
+        splits, pieces, early = self._split(plan, max(batch, 1), context, max_query_len, even, device)
         direct = splits == 1
         choice = plan.tuned(columns)
         rows = tokens * self.layer.num_heads
@@ -714,7 +731,8 @@ class TritonOps:
             pieces=pieces,
             numbers=schedule_size(pieces, batch) if cut else 0,
             min_tiles=min_tiles,
-            skew=plan.skew(pieces, _compute_units(device)),
+            most_queries=max_query_len,
+            skew=plan.skew(pieces, max_query_len, _compute_units(device)),
             matrix=self._matrix[device, aligned],
             tables=self._tables[device, aligned],
             plan=plan,
@@ -726,24 +744,22 @@ class TritonOps:
         batch: int,
         max_context: int,
         max_query_len: int,
-        single: bool,
+        even: bool,
         device: torch.device,
     ) -> tuple[int, int, bool]:
         """(splits, room for pieces if the batch is cut by its lengths, whether decode starts early)."""
         units = _compute_units(device)
         if self.fixed_splits:
             splits = self.fixed_splits
-            pieces = batch * splits if self._fixed_cut and single and batch > 1 else 0
+            pieces = batch * splits if self._fixed_cut and even and batch > 1 else 0
         else:
             splits = plan.splits(batch, max_context, max_query_len, units)
-            pieces = plan.cut(batch, max_context, splits, units) if single else 0
+            pieces = plan.cut(batch, max_context, splits, max_query_len, units) if even else 0
             if pieces:
                 splits = pieces // batch
-        if not pieces:
-            return splits, 0, plan.early(batch, splits, max_query_len, units)
-        programs = pieces * self.layer.num_kv_heads
-        capacity = plan.capacity(1, units)
-        return splits, pieces, not capacity - _PREPARE_ROOM < programs <= capacity
+        if pieces:
+            return splits, pieces, plan.early_cut(pieces, max_query_len, units)
+        return splits, 0, plan.early(batch, splits, max_query_len, units)
 
 
 @cache

@@ -11,7 +11,8 @@ upper's range unused. Each number is written as two of int8: upper, the nearest 
 rounded. With CODES, where coarse numbers of keys are their codes (tile.ByteTable), lower comes stretched and in the
 order in which codes become bytes (device.nibble_order).
 
-With CUT one more program, the first, cuts the batch into shares (schedule.py) while the others rotate.
+With CUT one more program, the first, cuts the batch into shares (schedule.py) while the others rotate. It takes longer
+than they do; with EARLY decode is launched when it is about to write.
 
 Instructions: rows * KP * D multiply-adds on the matrix unit; A is read once per program, from the second-level cache.
 """
@@ -65,9 +66,11 @@ def prepare_kernel(
     T: tl.constexpr,  # tokens of a tile
     WINDOW: tl.constexpr,
 ):
-    if PDL:  # launched while what comes before it ends; decode, which this launches, relies on that having ended
+    if (
+        PDL
+    ):  # launched while what comes before it ends; decode, which this launches, relies on that having ended
         gdc_wait()
-        if EARLY == 1 and not CUT:
+        if EARLY and not CUT:
             gdc_launch_dependents()
     program = tl.program_id(0)
     if CUT:
@@ -91,8 +94,6 @@ def prepare_kernel(
             matrix_ptr + column[None, :] * D + d[:, None], (column < KP)[None, :] & (d < D)[:, None], 0.0
         )
         y = tl.dot(q, a.to(q.dtype), y)
-    if PDL and EARLY == 2 and not CUT:
-        gdc_launch_dependents()
     largest = tl.max(
         y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1
     )  # positive floats compare like their bits

@@ -16,21 +16,40 @@ import triton.language as tl
 from .device import gdc_wait, halves
 from .schedule import pieces_of
 
-__all__ = ["reduce_kernel"]
+__all__ = ["reduce_kernel", "sequence_of"]
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
+_AT_ONCE = tl.constexpr(128)  # sequences
+
+
+@triton.jit
+def sequence_of(
+    query_start_ptr,  # [B + 1] int32
+    token,
+    batch,
+):
+    """(sequence, its first token) of a token; of padding the last sequence."""
+    before = tl.zeros((_AT_ONCE,), tl.int32)  # sequences that start no later, but the first
+    start = tl.zeros((_AT_ONCE,), tl.int32)
+    for first in range(0, batch, _AT_ONCE):
+        b = first + tl.arange(0, _AT_ONCE)
+        starts = tl.load(query_start_ptr + b, b < batch, 0x7FFFFFFF)
+        before += ((starts <= token) & (b > 0)).to(tl.int32)
+        start = tl.maximum(start, tl.where(starts <= token, starts, 0))
+    return tl.sum(before, axis=0), tl.max(start, axis=0)
 
 
 @triton.jit(
     do_not_specialize=(
-        "splits", "batch", "pieces", "out_token_stride", "out_head_stride", "lse_token_stride", "lse_head_stride",
+        "splits", "batch", "pieces", "most_queries", "out_token_stride", "out_head_stride", "lse_token_stride",
+        "lse_head_stride",
     ),
     do_not_specialize_on_alignment=("query_start_ptr", "schedule_ptr", "sinks_ptr", "out_ptr", "lse_ptr"),
 )  # fmt: skip
 def reduce_kernel(
-    part_ptr,  # [N * Hq, S, RW] int32, pairs of fp16 numbers, or with CUT [P, Hq, RW]
-    part_lse_ptr,  # [N * Hq, S, 2] fp32, lse (base 2) and what the numbers must be multiplied by, or [P, Hq, 2]
+    part_ptr,  # [N * Hq, S, RW] int32, pairs of fp16 numbers, or with CUT [P, Q, Hq, RW]
+    part_lse_ptr,  # [N * Hq, S, 2] fp32, lse (base 2) and what the numbers must be multiplied by, or [P, Q, Hq, 2]
     query_start_ptr,  # [B + 1] int32; not read unless MULTI
     schedule_ptr,  # [4 P + 2 B] int32; not read unless CUT
     sinks_ptr,  # [Hq] fp32; not read unless SINKS
@@ -39,6 +58,7 @@ def reduce_kernel(
     splits,  # S
     batch,
     pieces,  # P
+    most_queries,  # Q: of a sequence the most that can be; not used unless CUT and MULTI
     out_token_stride,
     out_head_stride,
     lse_token_stride,
@@ -55,7 +75,7 @@ def reduce_kernel(
     SINKS: tl.constexpr,
     WRITE_LSE: tl.constexpr,
     PDL: tl.constexpr,
-    CUT: tl.constexpr,  # only without MULTI
+    CUT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     token = row // HQ
@@ -63,9 +83,15 @@ def reduce_kernel(
     at_part = row * splits  # of split 0
     step = 1  # to the next split
     if CUT:  # prepare wrote the schedule: each program of decode waited for its end, and this starts after they did
-        first_piece, splits = pieces_of(schedule_ptr, token, pieces)
-        at_part = first_piece.to(tl.int64) * HQ + head
-        step = HQ
+        if MULTI:
+            sequence, start = sequence_of(query_start_ptr, token.to(tl.int32), batch)
+            first_piece, splits = pieces_of(schedule_ptr, sequence, pieces)
+            at_part = (first_piece.to(tl.int64) * most_queries + (token - start)) * HQ + head
+            step = most_queries * HQ
+        else:
+            first_piece, splits = pieces_of(schedule_ptr, token, pieces)
+            at_part = first_piece.to(tl.int64) * HQ + head
+            step = HQ
     rows = 0
     if MULTI:
         rows = tl.load(query_start_ptr + batch)

@@ -114,15 +114,20 @@ def piece_range(
     piece,
     share,  # tiles to a piece
     tiles,  # of the sequence
+    seen,  # of these, or of a few more, those that the columns of the program see
     skew,
     CLASSES: tl.constexpr,
 ):
-    """(first tile, past the last tile) of a piece; empty where the pieces before it took all."""
-    base = _lead(piece - number, skew, CLASSES)
-    low = share * number + (share * (_lead(piece, skew, CLASSES) - base) >> 6)
-    high = share * (number + 1) + (share * (_lead(piece + 1, skew, CLASSES) - base) >> 6)
-    high = tl.where((number + 1) * share >= tiles, tiles, high)  # the last one
-    return low, tl.minimum(high, tiles)
+    """(first tile, past the last tile) of a piece, counted from the first that the columns see; empty where the pieces
+    before it took all."""
+    low = share * number
+    high = low + share
+    if CLASSES > 1:
+        base = _lead(piece - number, skew, CLASSES)
+        low += share * (_lead(piece, skew, CLASSES) - base) >> 6
+        high += share * (_lead(piece + 1, skew, CLASSES) - base) >> 6
+    high = tl.where((number + 1) * share >= tiles, seen, high)  # the last one
+    return low, tl.minimum(high, seen)
 
 
 @triton.jit

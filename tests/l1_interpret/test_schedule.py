@@ -11,6 +11,7 @@ import triton.language as tl
 
 from tests.decode_checks import LAYOUTS, PRESETS, Case, Config, check, decode, set_up
 from tests.schedule_checks import check_schedule
+from turboquant_rocm.backends._triton.reduce import sequence_of
 from turboquant_rocm.backends._triton.schedule import piece_range, piece_taken, visible_tiles
 
 
@@ -21,11 +22,18 @@ def tiles_kernel(seq_lens_ptr, tiles_ptr, window, T: tl.constexpr, WINDOW: tl.co
 
 
 @triton.jit
-def range_kernel(out_ptr, first, count, share, tiles, skew, CLASSES: tl.constexpr):
+def range_kernel(out_ptr, first, count, share, tiles, seen, skew, CLASSES: tl.constexpr):
     for number in range(count):
-        low, high = piece_range(number, first + number, share, tiles, skew, CLASSES)
+        low, high = piece_range(number, first + number, share, tiles, seen, skew, CLASSES)
         tl.store(out_ptr + 2 * number, low)
         tl.store(out_ptr + 2 * number + 1, high)
+
+
+@triton.jit
+def sequence_kernel(query_start_ptr, out_ptr, token, batch):
+    sequence, start = sequence_of(query_start_ptr, token, batch)
+    tl.store(out_ptr, sequence)
+    tl.store(out_ptr + 1, start)
 
 
 @triton.jit
@@ -34,10 +42,10 @@ def taken_kernel(out_ptr, programs, CLASSES: tl.constexpr):
         tl.store(out_ptr + program, piece_taken(program, programs, CLASSES))
 
 
-def ranges(first, share, tiles, skew, classes, device):
+def ranges(first, share, tiles, skew, classes, device, seen=None):
     count = -(-tiles // share)
     out = torch.zeros(count, 2, dtype=torch.int32, device=device)
-    range_kernel[(1,)](out, first, count, share, tiles, skew, classes)
+    range_kernel[(1,)](out, first, count, share, tiles, tiles if seen is None else seen, skew, classes)
     return out.tolist()
 
 
@@ -66,6 +74,17 @@ def test_pieces_of_three_sizes(device):
             if number + 1 < len(found):
                 assert abs(high - low - most) <= 1 or high == tiles
         assert end == tiles
+
+
+@pytest.mark.parametrize("classes", [1, 3])
+def test_columns_that_see_other_tiles(classes, device):
+    """Fewer at the end, or one more: the last piece takes what there is, and no tile is left out or taken twice."""
+    for seen in range(24, 38):
+        end = 0
+        for low, high in ranges(3, 10, 36, 20 if classes > 1 else 0, classes, device, seen):
+            assert low == end or low >= seen
+            end = max(high, end) if low < high else end
+        assert end == seen
 
 
 def test_a_sequence_of_a_thousand_million_tokens(device):
@@ -144,6 +163,44 @@ def test_decode_with_everything(device):
     config = Config(window=True, sinks=True, soft_cap=30.0, group=5, heads=3, block_size=48)
     check(config, Case((5, 200, 0, 33), window=40, splits=3, cut=True), device)
     check(Config(group=1, sinks=True), Case((400, 3, 3), splits=4, cut=True), device)
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "gfx950"])
+@pytest.mark.parametrize("queries", [1, 2, 4, 9])
+def test_decode_of_several_query_tokens(queries, arch, device):
+    """A batch of as many each is cut too: one column tile of a head, or more, and a sequence without a key."""
+    config = Config(most_queries=queries, arch=arch)
+    check(config, Case((300, 40, 9, 100, 0), (queries,) * 5, splits=3, cut=True), device)
+
+
+def test_decode_of_several_query_tokens_with_everything(device):
+    """Column tiles begin at different tokens of a window; the last sequences of the batch are padding."""
+    config = Config(window=True, sinks=True, soft_cap=30.0, group=5, heads=3, block_size=48, most_queries=7)
+    case = Case((70, 200, 7, 33, 9), (7, 7, 7, 0, 0), window=40, splits=3, cut=True, spare_rows=14)
+    check(config, case, device)
+    check(
+        Config("k8v4", window=True, most_queries=3),
+        Case((150, 3, 260), (3,) * 3, window=17, splits=4, cut=True),
+        device,
+    )
+    check(
+        Config(group=1, sinks=True, most_queries=2), Case((200, 2, 3), (2,) * 3, splits=4, cut=True), device
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 3, 128, 129, 300])
+def test_sequence_of_a_token(batch, device):
+    """Against a search in Python: sequences without a token, and tokens past the last."""
+    rng = random.Random(batch)
+    counts = [rng.choice((0, 0, 1, 4)) for _ in range(batch)]
+    starts = [sum(counts[:b]) for b in range(batch + 1)]
+    for token in {0, *(s + d for s in starts[:: max(1, batch // 20)] for d in (-1, 0, 1)), starts[-1] + 5}:
+        if token < 0:
+            continue
+        out = torch.full((2,), -1, dtype=torch.int32, device=device)
+        sequence_kernel[(1,)](torch.tensor(starts, dtype=torch.int32, device=device), out, token, batch)
+        want = max(b for b in range(batch) if starts[b] <= token)
+        assert out.tolist() == [want, starts[want]]
 
 
 @pytest.mark.parametrize(("window", "last"), [(0, 0), (100, 4)])
