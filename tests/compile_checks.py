@@ -93,7 +93,9 @@ def specs(full: bool) -> Iterator[Spec]:
     yield Spec("prepare", cut=True, features=(("window", 1024),))
     yield Spec("prepare", cut=True, rows=64)
     yield Spec("reduce", cut=True)
+    yield Spec("reduce", queries=4, cut=True)
     yield Spec(cut=True)
+    yield Spec(queries=4, cut=True, features=(("window", 1024),))
     yield Spec(preset="k8v4", layout="aos", cut=True, features=(("window", 1024),))
     for layout in ("soa", "aos"):
         for preset in ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc"):
@@ -111,7 +113,8 @@ def specs(full: bool) -> Iterator[Spec]:
         yield Spec("prepare", head_size=head_size)
         for rows in (16, 32 if head_size > 128 else 64):
             yield Spec("prepare", head_size=head_size, cut=True, rows=rows)
-        yield Spec("reduce", head_size=head_size, cut=True)
+        for queries in (1, 4):
+            yield Spec("reduce", head_size=head_size, queries=queries, cut=True)
         for splits in (8, 32, 64, 256):
             yield Spec("reduce", head_size=head_size, splits=splits)
         for layout in ("soa", "aos"):
@@ -119,8 +122,7 @@ def specs(full: bool) -> Iterator[Spec]:
                 for group, queries in ((8, 1), (16, 1), (8, 4)):
                     for direct in (False, True):
                         yield Spec("decode", preset, layout, head_size, group, queries, direct=direct)
-                    if queries == 1:
-                        yield Spec("decode", preset, layout, head_size, group, cut=True)
+                    yield Spec("decode", preset, layout, head_size, group, queries, cut=True)
 
 
 def build(arch: str, spec: Spec) -> Built:
@@ -144,7 +146,7 @@ def build(arch: str, spec: Spec) -> Built:
     multi = spec.queries > 1
     types: dict[str, torch.dtype] = {}
     if spec.kernel == "prepare":
-        constants = plan.prepare_constants(spec.rows, cut=spec.cut, columns=plan.columns(1))
+        constants = plan.prepare_constants(spec.rows, spec.cut, cut=spec.cut, columns=plan.columns(1))
         kernel, types = prepare_kernel, {"query_ptr": torch.bfloat16}
     elif spec.kernel == "reduce":
         kernel, constants, types = (

@@ -596,7 +596,7 @@ def test_the_workspace_is_what_decode_takes_at_most(name: str, arch: str, rows: 
                     assert launcher.columns(length) <= backend.max_columns
                     splits = launcher.splits(batch, context, length, units)
                     needed = Workspace.needed(*launcher.scratch(heads, splits))
-                    pieces = launcher.cut(batch, context, splits, units) if length == 1 else 0
+                    pieces = launcher.cut(batch, context, splits, length, units)
                     if pieces:
                         cut = launcher.scratch(heads, pieces // batch, schedule_size(pieces, batch))
                         needed = max(needed, Workspace.needed(*cut))
@@ -619,11 +619,11 @@ def test_the_workspace_of_large_batches_that_are_cut(arch: str, rows: int):
     plan = DecodePlan(decision, make_layout("soa", "4bit_nc", 128, 8, 16))
     most = 0
     for batch in range(2, rows + 1):
-        pieces = plan.cut(batch, 8192, plan.splits(batch, 8192, 1, units), units)
+        pieces = plan.cut(batch, 8192, plan.splits(batch, 8192, 1, units), 1, units)
         numbers = schedule_size(pieces, batch) if pieces else 0
         asked = plan.scratch(batch * layer.num_heads, pieces // batch, numbers)
         most = max(most, Workspace.needed(*asked))
-    assert plan.cut(rows, 8192, 1, units) == 3 * rows
+    assert plan.cut(rows, 8192, 1, 1, units) == 3 * rows
     assert 0 < most <= get_backend("triton_soa").workspace_bytes(layer, rows, units)
 
 

@@ -62,8 +62,8 @@ def test_a_batch_that_fills_the_device_waits_and_is_cut():
     splits = plan.splits(8, 8192, 1, UNITS)
     assert _programs(plan, 8, splits, 1) > 0.9 * plan.tuned(8)["programs_per_cu"] * UNITS
     assert not plan.early(8, splits, 1, UNITS)
-    assert plan.cut(8, 8192, splits, UNITS) == 8 * splits
-    assert plan.cut(8, 256, plan.splits(8, 256, 1, UNITS), UNITS) == 0  # half of the device is left
+    assert plan.cut(8, 8192, splits, 1, UNITS) == 8 * splits
+    assert plan.cut(8, 256, plan.splits(8, 256, 1, UNITS), 1, UNITS) == 0  # half of the device is left
 
 
 def test_long_pieces_are_halved_and_differ_in_size():
@@ -71,13 +71,36 @@ def test_long_pieces_are_halved_and_differ_in_size():
     plan = _plan()
     splits = plan.splits(64, 8192, 1, UNITS)
     assert splits == 3
-    assert plan.cut(64, 8192, splits, UNITS) == 64 * 6
-    assert plan.skew(64 * 6, UNITS) == 28
-    assert plan.cut(64, 4096, splits, UNITS) == 64 * 3
-    assert plan.skew(64 * 3, UNITS) == 0
-    assert plan.cut(2, 1 << 20, MAX_SPLITS, UNITS) == 2 * MAX_SPLITS
-    assert plan.cut(128, 4096, 1, UNITS) == 128 * 3
-    assert plan.skew(128 * 3, UNITS) == 28
+    assert plan.cut(64, 8192, splits, 1, UNITS) == 64 * 6
+    assert plan.skew(64 * 6, 1, UNITS) == 28
+    assert plan.cut(64, 4096, splits, 1, UNITS) == 64 * 3
+    assert plan.skew(64 * 3, 1, UNITS) == 0
+    assert plan.cut(2, 1 << 20, MAX_SPLITS, 1, UNITS) == 2 * MAX_SPLITS
+    assert plan.cut(128, 4096, 1, 1, UNITS) == 128 * 3
+    assert plan.skew(128 * 3, 1, UNITS) == 28
     amd = _plan("gfx942")
-    assert amd.cut(64, 65536, 3, UNITS) == 64 * 3
-    assert amd.skew(64 * 30, UNITS) == 0
+    assert amd.cut(64, 65536, 3, 1, UNITS) == 64 * 3
+    assert amd.skew(64 * 30, 1, UNITS) == 0
+
+
+def test_batches_of_several_query_tokens_are_cut():
+    """Two column tiles of 16 for four query tokens and eight heads, so half as many pieces fill the device."""
+    plan = _plan()
+    assert plan.column_tiles(4) == 2 and plan.columns(4) == 16
+    splits = plan.splits(8, 8192, 4, UNITS)
+    assert splits == plan.tuned(16)["programs_per_cu"] * UNITS // (8 * 8 * 2)
+    assert plan.cut(8, 8192, splits, 4, UNITS) == 8 * splits
+    assert plan.skew(8 * splits, 4, UNITS) == 0
+    assert plan.splits(64, 32768, 4, UNITS) == 1
+    assert plan.cut(64, 32768, 1, 4, UNITS) == 64 * 3
+    assert plan.skew(64 * 3, 4, UNITS) == 28
+    assert plan.cut(64, 1024, 1, 4, UNITS) == 0
+
+
+def test_decode_of_a_cut_batch_waits_where_a_second_wave_would_begin():
+    """One program of prepare, which is still there, has the place of two."""
+    plan = _plan()
+    full = plan.capacity(1, UNITS) // 8
+    assert plan.early_cut(full - 1, 1, UNITS)
+    assert not plan.early_cut(full, 1, UNITS)
+    assert plan.early_cut(full + 1, 1, UNITS)  # there are two waves anyway
