@@ -329,7 +329,7 @@ class Expected:
             partials = max(partials, min(tiles * tokens, ROWS) * splits)
         tiles = math.ceil(ROWS / tokens)
         partials = max(partials, ROWS * max(least, min(most, math.ceil(programs / (tiles * self.kv_heads)))))
-        schedule = 8 * (partials + ROWS + 1) if least else 0
+        schedule = 16 * partials + 8 * ROWS if least else 0
         return self.heads * (ROWS * (2 * (width + 4) + 4) + partials * 4 * (width + 1)) + schedule + 1280
 
     @property
