@@ -34,6 +34,7 @@ class Problem:
     sinks: torch.Tensor | None
     keys: torch.Tensor
     values: torch.Tensor
+    queries: int
 
     def empty_cache(self) -> PagedCache:
         return self.bound.allocate(self.cache.num_blocks, "cpu", fill=FILL)
@@ -42,9 +43,10 @@ class Problem:
 @cache
 def problem(arch: str, layout: str, preset: str, head_size: int, splits: int = 2, hostile: bool = False,
             growing: bool = False, lens: tuple[int, ...] = (37, 5, 64), cut: bool = False,
-            **more: Any) -> Problem:  # fmt: skip
-    """A batch of three sequences; hostile: keys and values of every unpleasant kind (store only); growing: the scale
-    of the values grows from token to token, 64 times in all; cut: into pieces by the lengths."""
+            queries: int = 1, **more: Any) -> Problem:  # fmt: skip
+    """A batch of three sequences of ``queries`` query tokens each; hostile: keys and values of every unpleasant kind
+    (store only); growing: the scale of the values grows from token to token, 64 times in all; cut: into pieces by the
+    lengths."""
     g = torch.Generator().manual_seed(11)
     sinks = torch.randn(8, generator=g) if more.get("sinks") else None
     layer = layer_spec(head_size, 2, 4, "bf16", **more)
@@ -62,7 +64,7 @@ def problem(arch: str, layout: str, preset: str, head_size: int, splits: int = 2
         value = (value * torch.logspace(-3, 3, n, base=2.0)[:, None, None]).to(value.dtype)
     if not hostile:  # a tiny spread must stay one
         value = value + 0.5  # so that a lost zero point shows
-    query = gaussian((3, 8, head_size), g, torch.bfloat16)
+    query = gaussian((3 * queries, 8, head_size), g, torch.bfloat16)
     cache_ = plain.allocate(blocks, "cpu", fill=FILL)
     index = torch.cat(slots)
     index[7] = -1  # padding: this token is not written ...
@@ -71,7 +73,9 @@ def problem(arch: str, layout: str, preset: str, head_size: int, splits: int = 2
     plain.store(key[7:8] * 0.5, value[7:8], cache_, index2)  # ... but its slot holds something
     seq = torch.tensor(lens, dtype=torch.int32)
     deq = exact.dequantize(cache_, table, seq, dtype=torch.float64)
-    return Problem(bound, key, value, query, index, table, seq, cache_, exact.ops, sinks, deq[0], deq[1])
+    return Problem(
+        bound, key, value, query, index, table, seq, cache_, exact.ops, sinks, deq[0], deq[1], queries
+    )
 
 
 def store_differences(
@@ -95,10 +99,12 @@ def decode_fault(p: Problem, arch: str, mutate: Mutate | None = None) -> tuple[s
     layer = p.bound.layer
     config = decode_checks.Config(
         p.bound.layout.preset.name, p.bound.layout.name, layer.head_size, layer.num_kv_heads, layer.gqa_ratio,
-        soft_cap=layer.soft_cap,
+        soft_cap=layer.soft_cap, most_queries=p.queries,
     )  # fmt: skip
-    case = decode_checks.Case(tuple(p.lens.tolist()))
-    setup = decode_checks.Setup(p.bound, p.oracle, p.cache, p.table, p.lens, p.query, None, p.sinks)
+    counts = None if p.queries == 1 else (p.queries,) * len(p.lens)
+    starts = None if counts is None else torch.arange(len(p.lens) + 1, dtype=torch.int32) * p.queries
+    case = decode_checks.Case(tuple(p.lens.tolist()), counts)
+    setup = decode_checks.Setup(p.bound, p.oracle, p.cache, p.table, p.lens, p.query, starts, p.sinks)
     with simulated_launches(arch, mutate=mutate) as log:
         out, lse = decode_checks.decode(setup, case)
     try:

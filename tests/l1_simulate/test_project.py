@@ -54,6 +54,7 @@ def test_decode_and_reduce(arch: str, layout: str, preset: str, head_size: int) 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(("layout", "preset", "options"), [
     ("soa", "turboquant_4bit_nc", {}), ("aos", "turboquant_k8v4", {"window": 40}), ("soa", "turboquant_3bit_nc", {}),
+    ("soa", "turboquant_4bit_nc", {"queries": 5}), ("aos", "turboquant_k8v4", {"queries": 2, "window": 24}),
 ])  # fmt: skip
 def test_decode_of_a_ragged_batch(arch: str, layout: str, preset: str, options: dict[str, Any]) -> None:
     """Pieces of equal size by a schedule that prepare writes; the longest sequence has most of them."""
