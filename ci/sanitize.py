@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 KERNELS = ("_store_kernel", "_dequantize_kernel", "prepare_kernel", "decode_kernel", "reduce_kernel")
@@ -66,6 +68,23 @@ def cases(only: int | None = None) -> int:
     return count
 
 
+def run(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str, str]:
+    """(exit status, stdout, stderr). If this process is interrupted or told to end, whatever the command has started
+    ends too: a sanitizer left behind disturbs what is measured on the machine afterwards."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )  # fmt: skip
+    try:
+        out, err = process.communicate()
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return process.returncode, out, err
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -83,22 +102,21 @@ def main() -> int:
     program = [sys.executable, "-m", "ci.sanitize", "--run"] + (
         [f"--case={args.case}"] if args.case is not None else []
     )
-    subprocess.run(
-        program, env=environment, check=True
-    )  # compiles, so that the sanitizer does not watch compilers
+    status, out, err = run(program, environment)  # compiles, so that the sanitizer does not watch compilers
+    if status:
+        print(out[-3000:], err[-1500:])
+        return status
     wrong = 0
     for tool in args.tool or TOOLS:
         for kernel in args.kernel or KERNELS:
-            done = subprocess.run(
-                [args.sanitizer, "--tool", tool, "--error-exitcode", "9", "--kernel-name", f"kernel_substring={kernel}"]
-                + program,
-                env=environment, capture_output=True, text=True, check=False,
-            )  # fmt: skip
-            lines = [line for line in done.stdout.splitlines() if "SUMMARY" in line]
-            print(f"{tool} {kernel}: exit {done.returncode}; {' '.join(lines)}", flush=True)
-            if done.returncode or not lines:
+            watch = [args.sanitizer, "--tool", tool, "--error-exitcode", "9"]
+            watch += ["--kernel-name", f"kernel_substring={kernel}"]
+            status, out, err = run(watch + program, environment)
+            lines = [line for line in out.splitlines() if "SUMMARY" in line]
+            print(f"{tool} {kernel}: exit {status}; {' '.join(lines)}", flush=True)
+            if status or not lines:
                 wrong += 1
-                print(done.stdout[-3000:], done.stderr[-1500:])
+                print(out[-3000:], err[-1500:])
     return 1 if wrong else 0
 
 
