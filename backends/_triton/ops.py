@@ -173,6 +173,7 @@ class DecodePlan:
         self.kind = kind or target_kind(target.vendor)
         self.decision = decision
         self.tuning = dict(tuning or {})
+        self._choices: dict[int, Mapping[str, Any]] = {}
         self.key = KeyTile.of(
             preset.key_bits, layout.head_size, 4, alignment(layout, "key_data", cache_alignment)
         )
@@ -188,7 +189,7 @@ class DecodePlan:
         # the one before it writes; all else was written before prepare had waited, and it launches decode after that. A
         # decode that fills the device must not start early: programs that come while others hold registers leave holes
         # between theirs that fit none, and what would be one wave of programs becomes two. It is launched when prepare
-        # is about to end, or, if the batch is cut, when only the program that cuts it is left.
+        # is about to end, or, if the batch is cut, when only the program that cuts it is left (early_cut).
         self.pdl = self.kind == "cuda" and int(target.arch.removeprefix("sm_")) >= 90
         # Halves of a word of a partial result: a lane of NVIDIA holds a row of every unit, one of AMD rows in a row.
         self.paired = target.vendor == "nvidia" and self.value.units > 1
@@ -249,9 +250,11 @@ class DecodePlan:
             "TARGET": self.kind,
         }
 
-    def tuned(self, columns: int) -> dict[str, Any]:
+    def tuned(self, columns: int) -> Mapping[str, Any]:
         """Tile and split choices for a kernel of ``columns`` columns."""
         target = self.decision.target
+        if columns in self._choices:
+            return self._choices[columns]
         values = tuned(
             target.arch,
             target.vendor,
@@ -265,7 +268,8 @@ class DecodePlan:
             values |= {"key_width": OPERAND_WIDTH, "token_runs": OPERAND_WIDTH}
         if self.kind == "portable":  # interpreted: nothing to hide, and every operation costs Python time
             values["prefetch"] = False
-        return values | self.tuning
+        self._choices[columns] = values | self.tuning
+        return self._choices[columns]
 
     def _field(self, name: str, size: int) -> tuple[int, int, int, int]:
         """(base, token stride, head stride, block stride) of a field, bytes; all of them multiples of ``size``."""
@@ -417,8 +421,8 @@ class DecodePlan:
         return pieces * self.layer.num_kv_heads * self.column_tiles(max_query_len)
 
     def early_cut(self, pieces: int, max_query_len: int, compute_units: int) -> bool:
-        """Whether decode of a batch that is cut may be launched while the program that cuts it still runs. Its place is
-        free for none of those that run at once; that must not make a second wave of what would be one."""
+        """Whether decode of a batch that is cut may be launched while the program that cuts it still runs. Where all
+        programs of decode fit at once, but not beside that one, two of them would run after the others."""
         programs = self.programs(pieces, max_query_len)
         capacity = self.capacity(max_query_len, compute_units)
         return programs + _PREPARE_ROOM <= capacity or programs > capacity
@@ -598,26 +602,21 @@ class TritonOps:
         plan = self.plan
         self._load_matrix(device, True)
         space = workspace or default_workspace(device)
-        tiling = [(plan.columns(n), plan.column_tiles(n)) for n in range(1, max_query_len + 1)]
-        # of the lengths with as many tiles, and so as many splits, the longest has the most rows
-        fills = [n for n in range(1, max_query_len) if tiling[n - 1] != tiling[n]]
-        lengths = sorted({1, *fills, max_query_len})
         modes: set[tuple[int, bool, bool]] = set()
         most_splits = 1
         most_pieces = 0  # of a sequence, on average
         cuts: set[tuple[int, bool]] = set()
-        early_cuts: set[bool] = set()
         nbytes = 0
+        # the number of splits does not follow from that of column tiles alone, so every length is asked
         for batch in range(1, max_batch + 1):
-            for length in lengths:
+            for length in range(1, max_query_len + 1):
                 columns = plan.columns(length)
                 rows = batch * length * self.layer.num_heads
                 splits, _, _ = self._split(plan, batch, max_context, length, False, device)
                 nbytes = max(nbytes, space.needed(*plan.scratch(rows, splits)))
-                average, pieces, early = self._split(plan, batch, max_context, length, True, device)
+                average, pieces, _ = self._split(plan, batch, max_context, length, True, device)
                 if pieces:
                     cuts |= {(columns, multi) for multi in {length > 1, True}}
-                    early_cuts.add(plan.pdl and early)
                     most_pieces = max(most_pieces, average)
                     numbers = schedule_size(pieces, batch)
                     nbytes = max(nbytes, space.needed(*plan.scratch(rows, average, numbers)))
@@ -646,7 +645,7 @@ class TritonOps:
                         constants = plan.reduce_constants(multi, write, splits)
                         compiled.append(self._compile(reduce_kernel, constants, JOINED | {"out_ptr": dtype}))
         for columns, multi in sorted(cuts):
-            for size, early in itertools.product(prepared, sorted(early_cuts)):
+            for size, early in itertools.product(prepared, (False, True) if plan.pdl else (False,)):
                 constants = plan.prepare_constants(size, early, cut=True, columns=columns)
                 compiled.append(self._compile(prepare_kernel, constants, {"query_ptr": dtype}))
             constants = plan.decode_constants(columns, multi, False, False, cut=True)
@@ -699,7 +698,9 @@ class TritonOps:
             max_query_len = 1
         columns = plan.columns(max_query_len)
         context = blocks * self.layout.block_size
-        even = tokens == batch * max_query_len  # then all sequences have as many query tokens, or are padding
+        even = (
+            tokens == batch * max_query_len
+        )  # room for as many query tokens of each sequence as any may have
         splits, pieces, early = self._split(plan, max(batch, 1), context, max_query_len, even, device)
         direct = splits == 1
         choice = plan.tuned(columns)

@@ -66,9 +66,8 @@ def prepare_kernel(
     T: tl.constexpr,  # tokens of a tile
     WINDOW: tl.constexpr,
 ):
-    if (
-        PDL
-    ):  # launched while what comes before it ends; decode, which this launches, relies on that having ended
+    # launched while what comes before it ends; decode, which this launches, relies on that having ended
+    if PDL:
         gdc_wait()
         if EARLY and not CUT:
             gdc_launch_dependents()

@@ -82,7 +82,7 @@ def reduce_kernel(
     head = row % HQ
     at_part = row * splits  # of split 0
     step = 1  # to the next split
-    if CUT:  # prepare wrote the schedule: each program of decode waited for its end, and this starts after they did
+    if CUT:  # prepare wrote the schedule: decode's programs of the first piece waited for its end, this starts later
         if MULTI:
             sequence, start = sequence_of(query_start_ptr, token.to(tl.int32), batch)
             first_piece, splits = pieces_of(schedule_ptr, sequence, pieces)

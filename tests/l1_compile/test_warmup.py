@@ -115,3 +115,50 @@ def test_no_shape_in_the_range_needs_more_scratch_memory(kernels_of, preset, gro
                 )  # fmt: skip
             needed.append(fresh.nbytes)
     assert space.nbytes == reserved == max(needed)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_size", "most_batch", "context", "most_queries"),
+    [
+        (8, 8, 128, 8, 1 << 17, 1),  # full at 4,096 tokens, two waves at 131,072
+        (8, 8, 128, 2, 1 << 18, 4),
+        (1, 8, 128, 9, 1 << 17, 4),  # three query tokens each need more scratch memory than four
+        (1, 8, 128, 35, 1 << 17, 1),
+        (2, 7, 128, 3, 1 << 17, 6),
+        (16, 8, 256, 3, 1 << 16, 1),
+        (8, 8, 64, 70, 1 << 13, 1),
+    ],
+)
+def test_every_launch_of_a_range(kv_heads, group, head_size, most_batch, context, most_queries, monkeypatch):
+    """On an H200: widths of the block table inside the range choose other kernels, and query lengths other splits."""
+    monkeypatch.setattr(ops, "_compute_units", lambda device: 132)
+    layer = layer_spec(head_size, kv_heads, group, "bf16")
+    decision = Decision(layer, get_target("sm_90"), get_preset("4bit_nc"), 16, "triton_soa", "soa")
+    layer_ops = bind(decision, checks="off").ops
+    compiled = []
+
+    def compile_(kernel, constants, dtypes):
+        compiled.append((kernel, dict(constants)))
+        return object()
+
+    monkeypatch.setattr(layer_ops, "_compile", compile_)
+    space, cpu = Workspace("cpu"), torch.device("cpu")
+    layer_ops.warmup(most_batch, context, most_queries, device=cpu, workspace=space)
+    warm = {(kernel, repr(sorted(constants.items()))) for kernel, constants in compiled}
+    widths = sorted({context, *(1 << k for k in range(6, context.bit_length()))})
+    cut = set()
+    for batch in range(1, most_batch + 1):
+        for count in range(1, most_queries + 1):
+            for width in widths:
+                for single in {count == 1, False}:
+                    shape = (batch, width // 16)
+                    launch = layer_ops._make_launch(batch * count, shape, count, single, True, True, cpu)
+                    for kernel in (launch.prepare, launch.decode, launch.reduce):
+                        if kernel is not None:
+                            key = (kernel._kernel, repr(sorted(kernel._constants.items())))
+                            assert key in warm, (kernel._kernel.__name__, batch, count, width)
+                    splits = 0 if launch.reduce is None else launch.splits
+                    needed = space.needed(*launch.plan.scratch(launch.rows, splits, launch.numbers))
+                    assert needed <= space.nbytes, (batch, count, width)
+                    cut.add(launch.numbers > 0)
+    assert cut == {False, True}
