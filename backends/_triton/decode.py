@@ -51,9 +51,9 @@ Row j of a sequence with q query tokens sees keys [max(0, h - window), h), h = s
 Splits leave partial results: fp16 numbers, multiplied by a power of two that lets the largest of a column lie in
 [2^14, 2^15), and beside them the column's lse and the inverse of that power. reduce.py joins them.
 
-With CUT the programs are (KV head, piece): the batch is cut into pieces by the lengths of its sequences (schedule.py),
-and a program finds out from the schedule which sequence its piece is of. Pieces are of one size, or come in CLASSES
-sizes of which the largest run first.
+With CUT the programs are (column tile, KV head, piece): the batch is cut into pieces by the lengths of its sequences
+(schedule.py), and a program finds out from the schedule which sequence its piece is of. Pieces are of one size, or come
+in CLASSES sizes of which the largest run first.
 """
 
 from __future__ import annotations
