@@ -166,25 +166,25 @@ def test_decode_with_everything(device):
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "gfx950"])
-@pytest.mark.parametrize("queries", [1, 2, 4, 9])
+@pytest.mark.parametrize("queries", [1, 2, 5])
 def test_decode_of_several_query_tokens(queries, arch, device):
     """A batch of as many each is cut too: one column tile of a head, or more, and a sequence without a key."""
-    config = Config(most_queries=queries, arch=arch)
-    check(config, Case((300, 40, 9, 100, 0), (queries,) * 5, splits=3, cut=True), device)
+    config = Config(heads=1, most_queries=queries, arch=arch)
+    check(config, Case((110, 9, 40, 0), (queries,) * 4, splits=3, cut=True), device)
 
 
 def test_decode_of_several_query_tokens_with_everything(device):
     """Column tiles begin at different tokens of a window; the last sequences of the batch are padding."""
-    config = Config(window=True, sinks=True, soft_cap=30.0, group=5, heads=3, block_size=48, most_queries=7)
-    case = Case((70, 200, 7, 33, 9), (7, 7, 7, 0, 0), window=40, splits=3, cut=True, spare_rows=14)
+    config = Config(window=True, sinks=True, soft_cap=30.0, group=5, heads=2, block_size=48, most_queries=4)
+    case = Case((40, 100, 33, 9), (4, 4, 4, 0), window=40, splits=3, cut=True, spare_rows=4)
     check(config, case, device)
     check(
-        Config("k8v4", window=True, most_queries=3),
-        Case((150, 3, 260), (3,) * 3, window=17, splits=4, cut=True),
+        Config("k8v4", heads=1, window=True, most_queries=3),
+        Case((80, 3, 150), (3,) * 3, window=17, splits=4, cut=True),
         device,
     )
     check(
-        Config(group=1, sinks=True, most_queries=2), Case((200, 2, 3), (2,) * 3, splits=4, cut=True), device
+        Config(group=1, sinks=True, most_queries=2), Case((120, 2, 3), (2,) * 3, splits=4, cut=True), device
     )
 
 
