@@ -156,9 +156,8 @@ class Backend:
         query = 2 * (_padded(layer.head_size) + 4) + 4
         partial = 4 * (_padded(layer.value_size) + 1)
         aligned = 5 * 256  # that many arrays, each at a multiple of 256
-        schedule = (
-            16 * worst + 8 * rows if self.min_splits else 0
-        )  # int32: four for each piece, two for each sequence
+        # of batches that are cut, int32: four for each piece, two for each sequence
+        schedule = 16 * worst + 8 * rows if self.min_splits else 0
         return layer.num_heads * (rows * query + worst * partial) + schedule + aligned
 
     def tolerance(self, dtype: str) -> float:

@@ -611,19 +611,18 @@ class TritonOps:
         for batch in range(1, max_batch + 1):
             for length in range(1, max_query_len + 1):
                 columns = plan.columns(length)
+                forms = {length > 1, True}  # one query token each comes with query_start_loc or without
                 rows = batch * length * self.layer.num_heads
                 splits, _, _ = self._split(plan, batch, max_context, length, False, device)
                 nbytes = max(nbytes, space.needed(*plan.scratch(rows, splits)))
                 average, pieces, _ = self._split(plan, batch, max_context, length, True, device)
                 if pieces:
-                    cuts |= {(columns, multi) for multi in {length > 1, True}}
+                    cuts |= {(columns, multi) for multi in forms}
                     most_pieces = max(most_pieces, average)
                     numbers = schedule_size(pieces, batch)
                     nbytes = max(nbytes, space.needed(*plan.scratch(rows, average, numbers)))
                 most_splits = max(most_splits, splits)
-                modes |= {(columns, multi, s == 1) for multi in {length > 1, True} for s in {1, splits}}
-                if length == 1:
-                    modes |= {(columns, False, s == 1) for s in {1, splits}}
+                modes |= {(columns, multi, s == 1) for multi in forms for s in {1, splits}}
         space.reserve(nbytes)
         some_lse = (False, True) if lse is None else (lse,)
         most_rows = max_batch * max_query_len * self.layer.num_heads
@@ -698,19 +697,18 @@ class TritonOps:
             max_query_len = 1
         columns = plan.columns(max_query_len)
         context = blocks * self.layout.block_size
-        even = (
-            tokens == batch * max_query_len
-        )  # room for as many query tokens of each sequence as any may have
+        # even: there is room for as many query tokens of each sequence as any may have
+        even = tokens == batch * max_query_len
         splits, pieces, early = self._split(plan, max(batch, 1), context, max_query_len, even, device)
+        cut = bool(pieces)
         direct = splits == 1
         choice = plan.tuned(columns)
         rows = tokens * self.layer.num_heads
-        heads = self.layer.num_kv_heads * plan.column_tiles(max_query_len)
         min_tiles = 1 if self.fixed_splits else -(-choice["min_tokens"] // choice["tokens"])
-        together = _ROWS_PER_PREPARE if early and not pieces else plan.together(rows, _compute_units(device))
+        together = _ROWS_PER_PREPARE if early and not cut else plan.together(rows, _compute_units(device))
         reduce = None
-        cut = bool(pieces)
         classes = choice["classes"]
+        wide = plan.programs(1, max_query_len)
         if not direct:
             constants = plan.reduce_constants(not single, not no_lse, splits, cut)
             reduce = Kernel(reduce_kernel, (rows, constants["PARTS"], 1), constants)
@@ -722,7 +720,7 @@ class TritonOps:
             ),
             decode=Kernel(
                 decode_kernel,
-                (heads, -(-pieces // classes) * classes, 1) if pieces else (heads, splits, batch),
+                (wide, -(-pieces // classes) * classes, 1) if cut else (wide, splits, batch),
                 plan.decode_constants(columns, not single, direct, not no_lse, cut),
             ),
             reduce=reduce,
