@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
+from ci.processes import end
 from turboquant_rocm.evaluation.served import ANY, Result, Spec, load_spec, run, spec_names, unreachable
 from turboquant_rocm.presets import get_preset
 from turboquant_rocm.spec import SpecError, checked_int
@@ -62,18 +62,6 @@ def _why(log: str) -> str:
     return (log.strip().splitlines() or ["nothing"])[-1][:300]
 
 
-def _stop(server: subprocess.Popen[bytes]) -> None:
-    """End a server and the processes that it has started."""
-    for sign in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(server.pid, sign)
-            server.wait(STOP_SECONDS)
-        except ProcessLookupError:
-            return
-        except subprocess.TimeoutExpired:
-            continue
-
-
 @contextmanager
 def serving(model: str, preset: str, max_length: int, options: Sequence[str] = ()) -> Iterator[str]:
     """The endpoint of a vLLM server of ``model`` with the cache ``preset``; SpecError if there is none, or another."""
@@ -105,7 +93,7 @@ def serving(model: str, preset: str, max_length: int, options: Sequence[str] = (
                 raise SpecError("the server's log", "no plan of turboquant_rocm", f"a line with {PROOF!r}")
             yield endpoint
         finally:
-            _stop(server)
+            end(server, STOP_SECONDS)
 
 
 def _measured(spec: Spec, preset: str, model: str, limit: int | None, options: Sequence[str]) -> Result:

@@ -19,9 +19,13 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Final
+
+from ci.processes import end
 
 KERNELS = ("_store_kernel", "_dequantize_kernel", "prepare_kernel", "decode_kernel", "reduce_kernel")
 TOOLS = ("memcheck", "racecheck")
+STOP_SECONDS: Final = 10
 
 
 def cases(only: int | None = None) -> int:
@@ -78,7 +82,7 @@ def run(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, st
     try:
         out, err = process.communicate()
     except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
+        end(process, STOP_SECONDS)
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
