@@ -82,7 +82,8 @@ from .device import (
     value_steps,
     value_words,
 )
-from .schedule import piece_of, piece_range, piece_taken, visible_tiles
+from .queries import read_alone, rotate_alone
+from .schedule import piece_alone, piece_of, piece_range, piece_taken, visible_tiles
 
 __all__ = ["decode_kernel"]
 
@@ -900,23 +901,27 @@ _ARGUMENT_NAMES = (
     "pieces",
     "most_queries",
     "skew",
+    "batch",
+    "query_token_stride",
+    "query_head_stride",
 )
 
 
 @triton.jit(
     do_not_specialize=_ARGUMENT_NAMES,
     do_not_specialize_on_alignment=(
-        "cache_ptr", "table_ptr", "seq_lens_ptr", "query_start_ptr", "schedule_ptr", "sinks_ptr", "out_ptr", "lse_ptr",
+        "query_ptr", "cache_ptr", "table_ptr", "seq_lens_ptr", "query_start_ptr", "schedule_ptr", "sinks_ptr",
+        "out_ptr", "lse_ptr",
     ),
 )  # fmt: skip
 def decode_kernel(
-    query_ptr,  # [N * Hq, KP] fp16, or [N * Hq, 2, KP] int8, permuted and normalised (prepare.py)
-    query_scale_ptr,  # [N * Hq] fp32
+    query_ptr,  # [N * Hq, KP] fp16, or [N * Hq, 2, KP] int8, from prepare.py; ALONE: [N, Hq, D] fp16/bf16, as they are
+    query_scale_ptr,  # [N * Hq] fp32; not read if ALONE
     cache_ptr,  # [nb, bs, Hk, slot_stride] uint8
     table_ptr,  # [B, M] int32
     seq_lens_ptr,  # [B] int32
     query_start_ptr,  # [B + 1] int32; not read unless MULTI
-    schedule_ptr,  # [4 P + 2 B] int32; not read unless CUT
+    schedule_ptr,  # [4 P + 2 B] int32; read if CUT and not ALONE
     sinks_ptr,  # [Hq] fp32; not read unless SINKS and DIRECT
     tables_ptr,  # [TABLE_WORDS, 4] int32, the numbers of TABLE four times over; read on NVIDIA only
     out_ptr,  # DIRECT: [N, Hq, Dv]; else partial results [N * Hq, S, RW] int32, pairs; with CUT [P, Q, Hq, RW]
@@ -934,6 +939,9 @@ def decode_kernel(
     pieces,  # P; not used unless CUT
     most_queries,  # Q: of a sequence the most that can be; not used unless CUT and MULTI
     skew,  # of the sizes of pieces, see schedule.py; not used unless CLASSES > 1
+    batch,  # B; used if CUT and ALONE
+    query_token_stride,  # ALONE only
+    query_head_stride,
     HQ: tl.constexpr,
     HK: tl.constexpr,
     G: tl.constexpr,  # Hq / Hk
@@ -973,6 +981,10 @@ def decode_kernel(
     PDL: tl.constexpr,  # programmatic dependent launch, see ops.py
     CUT: tl.constexpr,  # only without DIRECT
     CLASSES: tl.constexpr,  # of pieces by size, see schedule.py; not used unless CUT
+    ALONE: tl.constexpr,  # no kernel prepared anything, see queries.py
+    STRETCH: tl.constexpr,  # of lower; this and the next two for ALONE
+    MOST: tl.constexpr,  # pieces of a sequence
+    AT_ONCE: tl.constexpr,  # at least B, if CUT
     TARGET: tl.constexpr,
 ):
     GROUPS: tl.constexpr = T // 16
@@ -993,14 +1005,21 @@ def decode_kernel(
     head = tl.program_id(0) % HK
     first_column = (tl.program_id(0) // HK) * N
     first_query = first_column // G
+    if ALONE and PDL:  # launched while what comes before it ends
+        gdc_wait()
     if CUT:
         part = piece_taken(tl.program_id(1), tl.num_programs(1), CLASSES)
         if CLASSES > 1:
             if part >= pieces:
                 return
-        if PDL:  # prepare wrote the schedule as well
-            gdc_wait()
-        sequence, split, seq_len, tiles_per_split = piece_of(schedule_ptr, part)
+        if ALONE:
+            sequence, split, seq_len, tiles_per_split = piece_alone(
+                seq_lens_ptr, part, batch, pieces, window, min_tiles, MOST, T, WINDOW, AT_ONCE
+            )
+        else:
+            if PDL:  # prepare wrote the schedule as well
+                gdc_wait()
+            sequence, split, seq_len, tiles_per_split = piece_of(schedule_ptr, part)
         if sequence < 0:
             return
     else:
@@ -1015,7 +1034,7 @@ def decode_kernel(
         query_base = sequence
         query_len = 1
     if first_query >= query_len:
-        if PDL and not CUT:
+        if PDL and not CUT and not ALONE:
             gdc_wait()  # a kernel that waits for this one has waited for prepare
         return
 
@@ -1046,7 +1065,7 @@ def decode_kernel(
         tile_high = tl.minimum(tile_low + tiles_per_split, tiles)
     if not DIRECT:
         if tile_low >= tile_high:
-            if PDL and not CUT:
+            if PDL and not CUT and not ALONE:
                 gdc_wait()
             tl.store(
                 lse_ptr + 2 * _part(row, query, q_head, splits, part, most_queries, HQ, CUT, MULTI),
@@ -1099,7 +1118,15 @@ def decode_kernel(
     table = _table(tables_ptr, KA, KB, KC, KLANE, TABLE, TABLE_WORDS, TARGET)
 
     table_ptr += sequence.to(tl.int64) * table_stride
-    if CUT:  # ahead of the many reads below, which they would wait for
+    if ALONE:
+        ROWS_OF_QUERIES: tl.constexpr = max(N, 16) if KEY[2] == 8 else N
+        alone_column = first_column + tl.arange(0, ROWS_OF_QUERIES)
+        alone_query = alone_column // G
+        alone_start = (query_base + alone_query).to(tl.int64) * query_token_stride
+        alone_start += (head * G + alone_column % G) * query_head_stride
+        alone_live = (alone_query < query_len) & (alone_column < first_column + N)
+        raw = read_alone(query_ptr, alone_start, alone_live, N, KEY, KWIDTH)
+    elif CUT:  # ahead of the many reads below, which they would wait for
         queries_read = _read_queries(
             query_ptr, query_scale_ptr, row, live, N, KUNITS, KSPAN, PLANES, CODES, KWIDTH, TARGET
         )
@@ -1125,7 +1152,9 @@ def decode_kernel(
             VA, VB, VC, T, VALUE, VALUE_DATA, VALUE_SCALE, VALUE_ZERO, BLOCK_SIZE, RUNS, TARGET,
         )  # fmt: skip
         pages = _page_ids(table_ptr, tl.minimum(token + T, last_token), last_group, some, BLOCK_SIZE, GROUPS)
-    if not CUT:
+    if ALONE:
+        queries_read = rotate_alone(raw, N, KEY, PLANES, CODES, BASE, STRETCH, KWIDTH, TARGET)
+    elif not CUT:
         if PDL:  # up to here nothing depends on the kernel before this one; it wrote the queries
             gdc_wait()
         queries_read = _read_queries(
@@ -1134,14 +1163,16 @@ def decode_kernel(
     column_scale = queries_read[0] * scale_log2
     queries = ()
     if PLANES > 0:
-        ones = tl.full((16, KSPAN), 1, tl.int8)
-        upper_sums = tl.zeros((16, N), tl.int32)  # sixteen equal rows: the matrix unit adds up the columns
-        lower_sums = tl.zeros((16, N), tl.int32)
+        # made like keys, so that the same lanes own a number: T equal rows, the matrix unit adds up the columns
+        one = tl.full((KA, KB, KC), 0x01010101, tl.int32)
+        ones = _byte_operand((one, one), T, KWIDTH, SLOW, KROW, KLANE)
+        upper_sums = tl.zeros((T, N), tl.int32)
+        lower_sums = tl.zeros((T, N), tl.int32)
         for u in tl.static_range(KUNITS):
             parts = queries_read[1 + u]
             upper_sums = tl.dot(ones, parts[0], upper_sums, out_dtype=tl.int32)
             lower_sums = tl.dot(ones, parts[1], lower_sums, out_dtype=tl.int32)
-            if CODES:
+            if CODES and not ALONE:
                 by_code = tl.trans(nibble_order(tl.trans(parts[2]), N, KSPAN, KWIDTH))
                 parts = (parts[0], parts[1], by_code)
             queries = queries + (parts,)

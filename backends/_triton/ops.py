@@ -24,7 +24,7 @@ from .dequantize import Dequantize
 from .device import FP8_SCALE
 from .prepare import prepare_kernel
 from .reduce import reduce_kernel
-from .schedule import schedule_size
+from .schedule import ALONE_BATCHES, schedule_size
 from .store import Store
 from .tile import (
     GROUP,
@@ -60,7 +60,7 @@ ARGUMENTS: Mapping[str, Any] = {
     "part_ptr": torch.float32, "part_lse_ptr": torch.float32,
     "rows": 1, "batch": 1, "pieces": 1, "token_stride": 1, "head_stride": 1, "table_stride": 1, "out_token_stride": 1,
     "out_head_stride": 1, "lse_token_stride": 1, "lse_head_stride": 1, "window": 1, "splits": 1, "min_tiles": 1,
-    "most_queries": 1, "skew": 1, "scale_log2": 1.0, "soft_cap": 1.0,
+    "most_queries": 1, "skew": 1, "query_token_stride": 1, "query_head_stride": 1, "scale_log2": 1.0, "soft_cap": 1.0,
 }  # fmt: skip
 """Stand-ins for the arguments of the kernels, for compiling them ahead of time."""
 PARTIAL: Mapping[str, torch.dtype] = {"out_ptr": torch.int32}
@@ -132,7 +132,8 @@ class Kernel:
 class Launch:
     """One shape of call: what to launch and where its scratch memory is."""
 
-    prepare: Kernel
+    prepare: Kernel | None
+    """None where decode works alone."""
     decode: Kernel
     reduce: Kernel | None
     rows: int
@@ -194,6 +195,9 @@ class DecodePlan:
         # Halves of a word of a partial result: a lane of NVIDIA holds a row of every unit, one of AMD rows in a row.
         self.paired = target.vendor == "nvidia" and self.value.units > 1
         self.part_words = self.value.part_words(self.paired)
+        # Whether decode could do without prepare: its programs can rotate queries themselves, see queries.py.
+        size = layout.head_size
+        self.rotates = self.kind != "hip" and size & (size - 1) == 0
         self.planes = 0
         if base["int8_keys"] and not preset.fp8_keys and not corrects_norm(layout):
             # one plane is better than a bf16 codebook, but not than an fp16 one
@@ -320,10 +324,24 @@ class DecodePlan:
             **({"maxnreg": 168} if self.pdl and not _OLD and d == 64 else {}),
         }
 
+    @staticmethod
+    def _alone(batch: int, cut: bool) -> dict[str, Any]:
+        """Constexprs that decode and reduce have in common. batch: of sequences that decode cuts without a schedule the
+        most, or any number where it cuts none; 0: prepare ran."""
+        cut = cut and batch > 0
+        return {"ALONE": batch > 0, "MOST": MAX_SPLITS if cut else 0, "AT_ONCE": batch if cut else 0}
+
     def decode_constants(
-        self, columns: int, multi: bool, direct: bool, write_lse: bool, cut: bool = False
+        self,
+        columns: int,
+        multi: bool,
+        direct: bool,
+        write_lse: bool,
+        cut: bool = False,
+        alone: int = 0,
     ) -> dict[str, Any]:
-        """Constexprs and options of the decode kernel. cut: its programs are the pieces of a schedule."""
+        """Constexprs and options of the decode kernel. cut: its programs are the pieces of a batch. alone: see
+        :meth:`alone_for`."""
         choice = self.tuned(columns)
         return {
             **self.constants,
@@ -335,6 +353,8 @@ class DecodePlan:
             "WRITE_LSE": write_lse and direct,
             "CUT": cut,
             "CLASSES": choice["classes"] if cut else 1,
+            **self._alone(alone, cut),
+            "STRETCH": self.stretch if alone else 1.0,
             **({"launch_pdl": True} if self.pdl else {}),
             "num_warps": choice["num_warps"],
             "num_stages": choice["num_stages"],
@@ -347,9 +367,17 @@ class DecodePlan:
         }
 
     def reduce_constants(
-        self, multi: bool, write_lse: bool, splits: int, cut: bool = False
+        self,
+        multi: bool,
+        write_lse: bool,
+        splits: int,
+        cut: bool = False,
+        alone: int = 0,
+        columns: int = 0,
     ) -> dict[str, Any]:
-        """Constexprs and options of the reduce kernel."""
+        """Constexprs and options of the reduce kernel. alone: see :meth:`alone_for`; if the batch is cut, of tiles of
+        ``columns`` columns."""
+        alone = alone if cut else 0
         _, chunk, parts, warps = next(join for join in _JOINS if splits <= join[0])
         return {
             "HQ": self.layer.num_heads,
@@ -365,6 +393,9 @@ class DecodePlan:
             "WRITE_LSE": write_lse,
             "PDL": self.pdl,
             "CUT": cut,
+            **self._alone(alone, cut),
+            "T": self.tuned(columns)["tokens"] if alone else 0,
+            "WINDOW": alone > 0 and self.layer.window is not None,
             **({"launch_pdl": True} if self.pdl else {}),
             "num_warps": warps,
             "num_stages": 1,
@@ -399,7 +430,7 @@ class DecodePlan:
         programs = self.programs(batch, max_query_len)
         capacity = self.capacity(max_query_len, compute_units)
         wanted = capacity // programs  # whole waves: never a few programs more
-        if self.pdl:  # one split less where that lets decode start early
+        if self.pdl and not (self.rotates and choice["alone"]):  # one split less where that lets decode start early
             fewer = (capacity - self.room(batch, max_query_len)) // programs
             if fewer >= _NEARLY_ALL * wanted:
                 wanted = fewer
@@ -409,6 +440,13 @@ class DecodePlan:
     def room(self, batch: int, max_query_len: int) -> int:
         """How many decode programs find no place while prepare runs: a program of it has the registers of two."""
         return _PREPARE_ROOM * -(-batch * max_query_len * self.layer.num_heads // _ROWS_PER_PREPARE)
+
+    def alone_for(self, columns: int, batch: int, pieces: int) -> int:
+        """Whether decode of a batch needs no prepare, if queries are aligned to 16 bytes: 0, it does, or as many
+        sequences as such a kernel can cut at most."""
+        if not (self.rotates and self.tuned(columns)["alone"]) or (pieces and batch > max(ALONE_BATCHES)):
+            return 0
+        return next(most for most in ALONE_BATCHES if batch <= most or not pieces)
 
     def early(self, batch: int, splits: int, max_query_len: int, compute_units: int) -> bool:
         """Whether decode, of several splits, leaves so much of the device free that it may start while prepare runs."""
@@ -537,15 +575,17 @@ class TritonOps:
         lse: torch.Tensor | None,  # [N, Hq] fp32
         workspace: Workspace | None = None,
     ) -> None:
-        """Attention of every query token to its own sequence; see BoundLayer.decode. Two or three launches."""
+        """Attention of every query token to its own sequence; see BoundLayer.decode. One to three launches."""
         aligned = not cache.data_ptr() & 15
+        query_token, query_head, _ = query.stride()
+        even = not (query.data_ptr() >> 1 | query_token | query_head) & 7
         key = (
             query.shape[0], block_table.shape, max_query_len, query_start_loc is None, lse is None,
-            aligned, query.device, query.dtype, out.dtype,
+            aligned, even, query.device, query.dtype, out.dtype,
         )  # fmt: skip
         launch = self._launches.get(key)
         if launch is None:
-            launch = self._launches[key] = self._make_launch(*key[:7])
+            launch = self._launches[key] = self._make_launch(*key[:8])
         if not launch.batch:
             return
         plan, rows, splits = launch.plan, launch.rows, launch.splits
@@ -558,23 +598,24 @@ class TritonOps:
         some_lse = query_scales if lse is None else lse
         lse_token, lse_head = (0, 0) if lse is None else lse.stride()
         out_token, out_head, _ = out.stride()
-        query_token, query_head, _ = query.stride()
-        launch.prepare(
-            query, launch.matrix, queries, query_scales, seq_lens, schedule, rows, query_token, query_head,
-            launch.batch, launch.pieces, self._window, launch.min_tiles,
-        )  # fmt: skip
+        if launch.prepare is not None:
+            launch.prepare(
+                query, launch.matrix, queries, query_scales, seq_lens, schedule, rows, query_token, query_head,
+                launch.batch, launch.pieces, self._window, launch.min_tiles,
+            )  # fmt: skip
         launch.decode(
-            queries, query_scales, cache, block_table, seq_lens, starts, schedule, some_sinks, launch.tables,
+            query if launch.prepare is None else queries, query_scales, cache, block_table, seq_lens, starts, schedule, some_sinks, launch.tables,
             out if direct else part,
             some_lse if direct else part_lse,
             block_table.stride(0), out_token, out_head, lse_token, lse_head,
             scale * plan.factor, self._soft_cap, self._window, splits, launch.min_tiles, launch.pieces,
-            launch.most_queries, launch.skew,
+            launch.most_queries, launch.skew, launch.batch, query_token, query_head,
         )  # fmt: skip
         if launch.reduce is not None:
             launch.reduce(
-                part, part_lse, starts, schedule, some_sinks, out, some_lse, splits, launch.batch, launch.pieces,
-                launch.most_queries, out_token, out_head, lse_token, lse_head,
+                part, part_lse, starts, schedule, seq_lens, some_sinks, out, some_lse, splits, launch.batch,
+                launch.pieces, launch.most_queries, out_token, out_head, lse_token, lse_head, self._window,
+                launch.min_tiles,
             )  # fmt: skip
 
     def warmup(
@@ -605,7 +646,7 @@ class TritonOps:
         modes: set[tuple[int, bool, bool]] = set()
         most_splits = 1
         most_pieces = 0  # of a sequence, on average
-        cuts: set[tuple[int, bool]] = set()
+        cuts: set[tuple[int, bool, int]] = set()
         nbytes = 0
         # the number of splits does not follow from that of column tiles alone, so every length is asked
         for batch in range(1, max_batch + 1):
@@ -617,7 +658,7 @@ class TritonOps:
                 nbytes = max(nbytes, space.needed(*plan.scratch(rows, splits)))
                 average, pieces, _ = self._split(plan, batch, max_context, length, True, device)
                 if pieces:
-                    cuts |= {(columns, multi) for multi in forms}
+                    cuts |= {(columns, multi, plan.alone_for(columns, batch, pieces)) for multi in forms}
                     most_pieces = max(most_pieces, average)
                     numbers = schedule_size(pieces, batch)
                     nbytes = max(nbytes, space.needed(*plan.scratch(rows, average, numbers)))
@@ -627,30 +668,35 @@ class TritonOps:
         some_lse = (False, True) if lse is None else (lse,)
         most_rows = max_batch * max_query_len * self.layer.num_heads
         prepared = sorted({_ROWS_PER_PREPARE, plan.together(most_rows, _compute_units(device))})
-        compiled = [
-            self._compile(prepare_kernel, plan.prepare_constants(size, early), {"query_ptr": dtype})
-            for size in prepared
-            for early in ((False, True) if plan.pdl and size == min(prepared) else (False,))
-        ]
+        compiled = []
+        if not all(plan.alone_for(columns, 1, 0) for columns, *_ in modes):
+            for size in prepared:
+                for early in (False, True) if plan.pdl and size == min(prepared) else (False,):
+                    constants = plan.prepare_constants(size, early)
+                    compiled.append(self._compile(prepare_kernel, constants, {"query_ptr": dtype}))
         for columns, multi, direct in sorted(modes):
+            alone = plan.alone_for(columns, 1, 0)
+            queries = {"query_ptr": dtype} if alone else {}
             for write in some_lse:
                 if direct:
-                    constants = plan.decode_constants(columns, multi, True, write)
-                    compiled.append(self._compile(decode_kernel, constants, {"out_ptr": dtype}))
+                    constants = plan.decode_constants(columns, multi, True, write, alone=alone)
+                    compiled.append(self._compile(decode_kernel, constants, queries | {"out_ptr": dtype}))
                 else:
-                    constants = plan.decode_constants(columns, multi, False, False)
-                    compiled.append(self._compile(decode_kernel, constants, PARTIAL))
+                    constants = plan.decode_constants(columns, multi, False, False, alone=alone)
+                    compiled.append(self._compile(decode_kernel, constants, queries | PARTIAL))
                     for splits in _joined(most_splits):
                         constants = plan.reduce_constants(multi, write, splits)
                         compiled.append(self._compile(reduce_kernel, constants, JOINED | {"out_ptr": dtype}))
-        for columns, multi in sorted(cuts):
+        for columns, multi, alone in sorted(cuts):
             for size, early in itertools.product(prepared, (False, True) if plan.pdl else (False,)):
-                constants = plan.prepare_constants(size, early, cut=True, columns=columns)
-                compiled.append(self._compile(prepare_kernel, constants, {"query_ptr": dtype}))
-            constants = plan.decode_constants(columns, multi, False, False, cut=True)
-            compiled.append(self._compile(decode_kernel, constants, PARTIAL))
+                if not alone:
+                    constants = plan.prepare_constants(size, early, cut=True, columns=columns)
+                    compiled.append(self._compile(prepare_kernel, constants, {"query_ptr": dtype}))
+            constants = plan.decode_constants(columns, multi, False, False, cut=True, alone=alone)
+            queries = {"query_ptr": dtype} if alone else {}
+            compiled.append(self._compile(decode_kernel, constants, queries | PARTIAL))
             for write, splits in itertools.product(some_lse, _joined(most_pieces)):
-                constants = plan.reduce_constants(multi, write, splits, True)
+                constants = plan.reduce_constants(multi, write, splits, True, alone, columns)
                 compiled.append(self._compile(reduce_kernel, constants, JOINED | {"out_ptr": dtype}))
         return len({id(kernel) for kernel in compiled})
 
@@ -683,9 +729,10 @@ class TritonOps:
         single: bool,
         no_lse: bool,
         aligned: bool,
+        even_queries: bool,
         device: torch.device,
     ) -> Launch:
-        """Everything about one shape of call; the values are kept."""
+        """Everything about one shape of call; the values are kept. aligned: the cache, to 16 bytes; even_queries: and they."""
         plan = self._plans.get(aligned)
         if plan is None:
             plan = self._plans[aligned] = DecodePlan(
@@ -701,6 +748,7 @@ class TritonOps:
         even = tokens == batch * max_query_len
         splits, pieces, early = self._split(plan, max(batch, 1), context, max_query_len, even, device)
         cut = bool(pieces)
+        alone = plan.alone_for(columns, batch, pieces) if even_queries else 0
         direct = splits == 1
         choice = plan.tuned(columns)
         rows = tokens * self.layer.num_heads
@@ -710,10 +758,12 @@ class TritonOps:
         classes = choice["classes"]
         wide = plan.programs(1, max_query_len)
         if not direct:
-            constants = plan.reduce_constants(not single, not no_lse, splits, cut)
+            constants = plan.reduce_constants(not single, not no_lse, splits, cut, alone, columns)
             reduce = Kernel(reduce_kernel, (rows, constants["PARTS"], 1), constants)
         return Launch(
-            prepare=Kernel(
+            prepare=None
+            if alone
+            else Kernel(
                 prepare_kernel,
                 (-(-rows // together) + cut, 1, 1),
                 plan.prepare_constants(together, early, cut, columns),
@@ -721,14 +771,14 @@ class TritonOps:
             decode=Kernel(
                 decode_kernel,
                 (wide, -(-pieces // classes) * classes, 1) if cut else (wide, splits, batch),
-                plan.decode_constants(columns, not single, direct, not no_lse, cut),
+                plan.decode_constants(columns, not single, direct, not no_lse, cut, alone),
             ),
             reduce=reduce,
             rows=rows,
             batch=batch if tokens else 0,
             splits=splits,
             pieces=pieces,
-            numbers=schedule_size(pieces, batch) if cut else 0,
+            numbers=schedule_size(pieces, batch) if cut and not alone else 0,
             min_tiles=min_tiles,
             most_queries=max_query_len,
             skew=plan.skew(pieces, max_query_len, _compute_units(device)),

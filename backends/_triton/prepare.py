@@ -22,13 +22,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device import GUESS_BASE, fp16_range, gdc_launch_dependents, gdc_wait, nibble_order
+from .device import fp16_range, gdc_launch_dependents, gdc_wait, nibble_order
+from .queries import byte_range, two_bytes
 from .schedule import cut_batch
 
 __all__ = ["prepare_kernel"]
-
-_LEAST = tl.constexpr(2.0**-100)  # rows below are scaled as if they were that
-_ROUND = tl.constexpr(GUESS_BASE)
 
 
 @triton.jit(
@@ -97,20 +95,14 @@ def prepare_kernel(
         y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1
     )  # positive floats compare like their bits
     if BASE > 0:
-        size = tl.maximum(largest.to(tl.float32, bitcast=True), _LEAST)
-        y = y * (127 * BASE / size)[:, None]
-        up = size / (127 * BASE)
-        up = tl.where((largest >> 23) == 255, float("nan"), up)  # int8 has no number that says so
+        down, up = byte_range(largest, BASE)
     else:
         down, up = fp16_range(largest, 11)
-        y = y * down[:, None]
+    y = y * down[:, None]
     tl.store(scale_ptr + row, up, inside)
     keep = inside[:, None] & (column < KP)[None, :]
     if BASE > 0:
-        rounded = y * (1.0 / BASE) + _ROUND
-        upper = rounded.to(tl.int32, bitcast=True).to(tl.int8)
-        lower = (y - (rounded - _ROUND) * BASE) * STRETCH
-        lower = (lower + _ROUND).to(tl.int32, bitcast=True).to(tl.int8)
+        upper, lower = two_bytes(y, BASE, STRETCH)
         at = prepared_ptr.to(tl.pointer_type(tl.int8)) + row[:, None] * (2 * KP) + column[None, :]
         tl.store(at, upper, keep)
         if CODES:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .device import gdc_wait, halves
-from .schedule import pieces_of
+from .schedule import pieces_alone, pieces_of
 
 __all__ = ["reduce_kernel", "sequence_of"]
 
@@ -43,15 +43,18 @@ def sequence_of(
 @triton.jit(
     do_not_specialize=(
         "splits", "batch", "pieces", "most_queries", "out_token_stride", "out_head_stride", "lse_token_stride",
-        "lse_head_stride",
+        "lse_head_stride", "window", "min_tiles",
     ),
-    do_not_specialize_on_alignment=("query_start_ptr", "schedule_ptr", "sinks_ptr", "out_ptr", "lse_ptr"),
+    do_not_specialize_on_alignment=(
+        "query_start_ptr", "schedule_ptr", "seq_lens_ptr", "sinks_ptr", "out_ptr", "lse_ptr",
+    ),
 )  # fmt: skip
 def reduce_kernel(
     part_ptr,  # [N * Hq, S, RW] int32, pairs of fp16 numbers, or with CUT [P, Q, Hq, RW]
     part_lse_ptr,  # [N * Hq, S, 2] fp32, lse (base 2) and what the numbers must be multiplied by, or [P, Q, Hq, 2]
     query_start_ptr,  # [B + 1] int32; not read unless MULTI
-    schedule_ptr,  # [4 P + 2 B] int32; not read unless CUT
+    schedule_ptr,  # [4 P + 2 B] int32; read if CUT and not ALONE
+    seq_lens_ptr,  # [B] int32; read if CUT and ALONE
     sinks_ptr,  # [Hq] fp32; not read unless SINKS
     out_ptr,  # [N, Hq, Dv], written
     lse_ptr,  # [N, Hq] fp32, natural logarithm, written if WRITE_LSE
@@ -63,6 +66,8 @@ def reduce_kernel(
     out_head_stride,
     lse_token_stride,
     lse_head_stride,
+    window,  # these two as decode has them; used if CUT and ALONE
+    min_tiles,
     HQ: tl.constexpr,
     DV: tl.constexpr,
     VALUE: tl.constexpr,  # (bits, lanes, unit, units, vec, ...), see tile.py
@@ -76,6 +81,11 @@ def reduce_kernel(
     WRITE_LSE: tl.constexpr,
     PDL: tl.constexpr,
     CUT: tl.constexpr,
+    ALONE: tl.constexpr,  # this and what follows as decode has them
+    MOST: tl.constexpr,
+    T: tl.constexpr,
+    WINDOW: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     token = row // HQ
@@ -85,11 +95,18 @@ def reduce_kernel(
     if CUT:  # prepare wrote the schedule: decode's programs of the first piece waited for its end, this starts later
         if MULTI:
             sequence, start = sequence_of(query_start_ptr, token.to(tl.int32), batch)
+        else:
+            sequence = token
+        if ALONE:
+            first_piece, splits = pieces_alone(
+                seq_lens_ptr, sequence.to(tl.int32), batch, pieces, window, min_tiles, MOST, T, WINDOW, AT_ONCE
+            )
+        else:
             first_piece, splits = pieces_of(schedule_ptr, sequence, pieces)
+        if MULTI:
             at_part = (first_piece.to(tl.int64) * most_queries + (token - start)) * HQ + head
             step = most_queries * HQ
         else:
-            first_piece, splits = pieces_of(schedule_ptr, token, pieces)
             at_part = first_piece.to(tl.int64) * HQ + head
             step = HQ
     rows = 0

@@ -28,14 +28,20 @@ import triton.language as tl
 from .device import gdc_launch_dependents
 
 __all__ = [
+    "ALONE_BATCHES",
     "cut_batch",
+    "piece_alone",
     "piece_of",
     "piece_range",
     "piece_taken",
+    "pieces_alone",
     "pieces_of",
     "schedule_size",
     "visible_tiles",
 ]
+
+ALONE_BATCHES = (32, 64)
+"""Sequences that programs can cut each on its own, kernel by kernel."""
 
 _CANDIDATES = tl.constexpr(16)
 _AT_ONCE = tl.constexpr(128)  # sequences
@@ -152,9 +158,17 @@ def pieces_of(
 
 
 @triton.jit
-def _lengths(seq_lens_ptr, first, batch, window, T: tl.constexpr, WINDOW: tl.constexpr):
-    """Lengths of _AT_ONCE sequences and their tiles, 0 past the batch."""
-    b = first + tl.arange(0, _AT_ONCE)
+def _lengths(
+    seq_lens_ptr,  # [B] int32
+    first,
+    batch,
+    window,
+    AT_ONCE: tl.constexpr,
+    T: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Lengths of AT_ONCE sequences and their tiles, 0 past the batch."""
+    b = first + tl.arange(0, AT_ONCE)
     lens = tl.load(seq_lens_ptr + b, b < batch, 0)
     return lens, visible_tiles(lens, window, T, WINDOW)
 
@@ -162,6 +176,32 @@ def _lengths(seq_lens_ptr, first, batch, window, T: tl.constexpr, WINDOW: tl.con
 @triton.jit
 def _sum_and_maximum(sum_a, most_a, sum_b, most_b):
     return sum_a + sum_b, tl.maximum(most_a, most_b)
+
+
+@triton.jit
+def _bounds(
+    total,  # tiles of all sequences
+    longest,  # of one
+    batch,
+    pieces,
+    min_tiles,
+    MOST: tl.constexpr,
+):
+    """The fewest tiles to a piece that may fit, and a number that does."""
+    least = tl.maximum((total + pieces - 1) // pieces, min_tiles)
+    least = tl.maximum(least, (longest + MOST - 1) // MOST)
+    room = pieces - batch
+    return least, tl.maximum((total + room - 1) // room, least)
+
+
+@triton.jit
+def _candidate(
+    least,
+    most,
+    k,  # 0 to _CANDIDATES - 1
+):
+    """Tiles to a piece that are tried: the first is ``least``, the last ``most``."""
+    return least + ((most - least) * k + _CANDIDATES - 2) // (_CANDIDATES - 1)
 
 
 @triton.jit
@@ -218,22 +258,18 @@ def cut_batch(
     EARLY: tl.constexpr,  # launch the dependent kernel before writing
 ):
     """Write the schedule; one program. The lengths of the first _AT_ONCE sequences stay in registers."""
-    lens_ahead, ahead = _lengths(seq_lens_ptr, 0, batch, window, T, WINDOW)
+    lens_ahead, ahead = _lengths(seq_lens_ptr, 0, batch, window, _AT_ONCE, T, WINDOW)
     total, longest = tl.reduce((ahead, ahead), 0, _sum_and_maximum)
     for first in range(_AT_ONCE, batch, _AT_ONCE):
-        _, tiles = _lengths(seq_lens_ptr, first, batch, window, T, WINDOW)
+        _, tiles = _lengths(seq_lens_ptr, first, batch, window, _AT_ONCE, T, WINDOW)
         more, longer = tl.reduce((tiles, tiles), 0, _sum_and_maximum)
         total += more
         longest = tl.maximum(longest, longer)
-    least = tl.maximum((total + pieces - 1) // pieces, min_tiles)
-    least = tl.maximum(least, (longest + MOST - 1) // MOST)
-    room = pieces - batch
-    most = tl.maximum((total + room - 1) // room, least)
-    k = tl.arange(0, _CANDIDATES)
-    tried = least + ((most - least) * k + _CANDIDATES - 2) // (_CANDIDATES - 1)  # the last is ``most``
+    least, most = _bounds(total, longest, batch, pieces, min_tiles, MOST)
+    tried = _candidate(least, most, tl.arange(0, _CANDIDATES))
     needed = _needed(ahead, tried)
     for first in range(_AT_ONCE, batch, _AT_ONCE):
-        _, tiles = _lengths(seq_lens_ptr, first, batch, window, T, WINDOW)
+        _, tiles = _lengths(seq_lens_ptr, first, batch, window, _AT_ONCE, T, WINDOW)
         needed += _needed(tiles, tried)
     share = tl.min(tl.where(needed <= pieces, tried, most), axis=0)
     if EARLY:
@@ -242,9 +278,78 @@ def cut_batch(
     entries = (longest + share - 1) // share  # most pieces of a sequence
     used = _write(schedule_ptr, 0, lens_ahead, ahead, 0, share, entries, batch, pieces)
     for first in range(_AT_ONCE, batch, _AT_ONCE):
-        lens, tiles = _lengths(seq_lens_ptr, first, batch, window, T, WINDOW)
+        lens, tiles = _lengths(seq_lens_ptr, first, batch, window, _AT_ONCE, T, WINDOW)
         used = _write(schedule_ptr, first, lens, tiles, used, share, entries, batch, pieces)
     for first in range(used, pieces, _AT_ONCE):
         piece = first + tl.arange(0, _AT_ONCE)
         none = tl.full((_AT_ONCE,), -1, tl.int64)
         tl.store(schedule_ptr.to(tl.pointer_type(tl.int64)) + 2 * piece, none, piece < pieces)
+
+
+@triton.jit
+def _pieces(
+    tiles,  # not negative
+    share,
+):
+    """Pieces of ``share`` tiles. Unsigned, which the division of a GPU that has none is shorter for."""
+    up = (tiles + share - 1).to(tl.uint32)
+    return (up // share.to(tl.uint32)).to(tl.int32)
+
+
+@triton.jit
+def _cut_alone(
+    seq_lens_ptr,  # [B] int32
+    batch,  # B, at most AT_ONCE
+    pieces,  # P > B
+    window,
+    min_tiles,  # fewest tiles to a piece
+    MOST: tl.constexpr,  # pieces of a sequence
+    T: tl.constexpr,
+    WINDOW: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """What cut_batch would write, without writing it: (tiles to a piece, lengths, pieces of each sequence), the last two
+    [AT_ONCE]. Every program that wants a piece works it out for itself.
+
+    The more tiles to a piece the fewer pieces, so the first candidate that fits is found by halving.
+    """
+    lens, tiles = _lengths(seq_lens_ptr, 0, batch, window, AT_ONCE, T, WINDOW)
+    least, most = _bounds(tl.sum(tiles, axis=0), tl.max(tiles, axis=0), batch, pieces, min_tiles, MOST)
+    low, high = 0, _CANDIDATES - 1  # the last fits
+    tl.static_assert(_CANDIDATES == 16)
+    for _step in tl.static_range(4):
+        middle = (low + high) // 2
+        fits = tl.sum(_pieces(tiles, _candidate(least, most, middle)), axis=0) <= pieces
+        low = tl.where(fits, low, middle + 1)
+        high = tl.where(fits, middle, high)
+    share = _candidate(least, most, high)
+    return share, lens, _pieces(tiles, share)
+
+
+@triton.jit
+def piece_alone(
+    seq_lens_ptr, piece, batch, pieces, window, min_tiles,
+    MOST: tl.constexpr, T: tl.constexpr, WINDOW: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """As :func:`piece_of`, without a schedule."""
+    share, lens, count = _cut_alone(
+        seq_lens_ptr, batch, pieces, window, min_tiles, MOST, T, WINDOW, AT_ONCE
+    )
+    ends = tl.cumsum(count, axis=0)
+    before = ends <= piece
+    sequence = tl.sum(before.to(tl.int32), axis=0)
+    first = tl.max(tl.where(before, ends, 0), axis=0)
+    seq_len = tl.sum(tl.where(tl.arange(0, AT_ONCE) == sequence, lens, 0), axis=0)
+    return tl.where(sequence < AT_ONCE, sequence, -1), piece - first, seq_len, share
+
+
+@triton.jit
+def pieces_alone(
+    seq_lens_ptr, sequence, batch, pieces, window, min_tiles,
+    MOST: tl.constexpr, T: tl.constexpr, WINDOW: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """As :func:`pieces_of`, without a schedule."""
+    _, _, count = _cut_alone(seq_lens_ptr, batch, pieces, window, min_tiles, MOST, T, WINDOW, AT_ONCE)
+    b = tl.arange(0, AT_ONCE)
+    first = tl.sum(tl.where(b < sequence, count, 0), axis=0)
+    return first, tl.sum(tl.where(b == sequence, count, 0), axis=0)
