@@ -60,7 +60,8 @@ ARGUMENTS: Mapping[str, Any] = {
     "part_ptr": torch.float32, "part_lse_ptr": torch.float32,
     "rows": 1, "batch": 1, "pieces": 1, "token_stride": 1, "head_stride": 1, "table_stride": 1, "out_token_stride": 1,
     "out_head_stride": 1, "lse_token_stride": 1, "lse_head_stride": 1, "window": 1, "splits": 1, "min_tiles": 1,
-    "most_queries": 1, "skew": 1, "query_token_stride": 1, "query_head_stride": 1, "scale_log2": 1.0, "soft_cap": 1.0,
+    "most_queries": 1, "skew": 1, "query_token_stride": 1, "query_head_stride": 1,
+    "scale_log2": 1.0, "soft_cap": 1.0,
 }  # fmt: skip
 """Stand-ins for the arguments of the kernels, for compiling them ahead of time."""
 PARTIAL: Mapping[str, torch.dtype] = {"out_ptr": torch.int32}
@@ -174,7 +175,7 @@ class DecodePlan:
         self.kind = kind or target_kind(target.vendor)
         self.decision = decision
         self.tuning = dict(tuning or {})
-        self._choices: dict[int, Mapping[str, Any]] = {}
+        self._choices: dict[tuple[int, bool], Mapping[str, Any]] = {}
         self.key = KeyTile.of(
             preset.key_bits, layout.head_size, 4, alignment(layout, "key_data", cache_alignment)
         )
@@ -254,11 +255,12 @@ class DecodePlan:
             "TARGET": self.kind,
         }
 
-    def tuned(self, columns: int) -> Mapping[str, Any]:
-        """Tile and split choices for a kernel of ``columns`` columns."""
+    def tuned(self, columns: int, multi: bool = False) -> Mapping[str, Any]:
+        """Tile and split choices for a kernel of ``columns`` columns. multi: for several query tokens of a sequence,
+        on which only ``alone`` may depend."""
         target = self.decision.target
-        if columns in self._choices:
-            return self._choices[columns]
+        if (columns, multi) in self._choices:
+            return self._choices[columns, multi]
         values = tuned(
             target.arch,
             target.vendor,
@@ -267,13 +269,14 @@ class DecodePlan:
             head_size=self.layout.head_size,
             columns=columns,
             compiler=COMPILER,
+            multi=multi,
         )
         if target.vendor == "nvidia":
             values |= {"key_width": OPERAND_WIDTH, "token_runs": OPERAND_WIDTH}
         if self.kind == "portable":  # interpreted: nothing to hide, and every operation costs Python time
             values["prefetch"] = False
-        self._choices[columns] = values | self.tuning
-        return self._choices[columns]
+        self._choices[columns, multi] = values | self.tuning
+        return self._choices[columns, multi]
 
     def _field(self, name: str, size: int) -> tuple[int, int, int, int]:
         """(base, token stride, head stride, block stride) of a field, bytes; all of them multiples of ``size``."""
@@ -423,17 +426,30 @@ class DecodePlan:
         """Programs of decode that run at once, as the number of splits aims at."""
         return int(self.tuned(self.columns(max_query_len))["programs_per_cu"]) * compute_units
 
+    def _wanted(self, batch: int, max_context: int, max_query_len: int, compute_units: int) -> int:
+        """Splits that fill the device once, 0 if it is full without. Where they would be short, fewer: what a program
+        does before its first tile and after its last counts."""
+        choice = self.tuned(self.columns(max_query_len))
+        programs = self.programs(batch, max_query_len)
+        wanted = (
+            self.capacity(max_query_len, compute_units) // programs
+        )  # whole waves: never a few programs more
+        if self.visible(max_context, max_query_len) < wanted * choice["long_from"]:
+            return int(choice["few_programs_per_cu"]) * compute_units // programs
+        return wanted
+
     def splits(self, batch: int, max_context: int, max_query_len: int, compute_units: int) -> int:
         """Number of splits for a shape: enough programs to fill the device, no split shorter than min_tokens."""
-        choice = self.tuned(self.columns(max_query_len))
-        visible = self.visible(max_context, max_query_len)
-        programs = self.programs(batch, max_query_len)
-        capacity = self.capacity(max_query_len, compute_units)
-        wanted = capacity // programs  # whole waves: never a few programs more
-        if self.pdl and not (self.rotates and choice["alone"]):  # one split less where that lets decode start early
-            fewer = (capacity - self.room(batch, max_query_len)) // programs
+        columns = self.columns(max_query_len)
+        choice = self.tuned(columns)
+        wanted = self._wanted(batch, max_context, max_query_len, compute_units)
+        if self.pdl and not self.alone_for(columns, max_query_len > 1, 1, 0):
+            # one split less where that lets decode start early
+            room = self.capacity(max_query_len, compute_units) - self.room(batch, max_query_len)
+            fewer = min(wanted, room // self.programs(batch, max_query_len))
             if fewer >= _NEARLY_ALL * wanted:
                 wanted = fewer
+        visible = self.visible(max_context, max_query_len)
         longest = -(-visible // max(choice["min_tokens"], choice["tokens"]))
         return max(1, min(wanted, longest, MAX_SPLITS))
 
@@ -441,10 +457,12 @@ class DecodePlan:
         """How many decode programs find no place while prepare runs: a program of it has the registers of two."""
         return _PREPARE_ROOM * -(-batch * max_query_len * self.layer.num_heads // _ROWS_PER_PREPARE)
 
-    def alone_for(self, columns: int, batch: int, pieces: int) -> int:
+    def alone_for(self, columns: int, multi: bool, batch: int, pieces: int) -> int:
         """Whether decode of a batch needs no prepare, if queries are aligned to 16 bytes: 0, it does, or as many
         sequences as such a kernel can cut at most."""
-        if not (self.rotates and self.tuned(columns)["alone"]) or (pieces and batch > max(ALONE_BATCHES)):
+        if not self.rotates or not self.tuned(columns, multi)["alone"]:
+            return 0
+        if pieces and batch > max(ALONE_BATCHES):
             return 0
         return next(most for most in ALONE_BATCHES if batch <= most or not pieces)
 
@@ -474,8 +492,8 @@ class DecodePlan:
         """
         choice = self.tuned(self.columns(max_query_len))
         visible = self.visible(max_context, max_query_len)
-        half = self.capacity(max_query_len, compute_units) // 2
-        if batch < 2 or (splits > 1 and self.programs(batch * splits, max_query_len) <= half):
+        wanted = self._wanted(batch, max_context, max_query_len, compute_units)
+        if batch < 2 or (splits > 1 and 2 * splits <= wanted):
             return 0
         if splits == 1 and visible < choice["cut_from"]:
             return 0
@@ -604,7 +622,8 @@ class TritonOps:
                 launch.batch, launch.pieces, self._window, launch.min_tiles,
             )  # fmt: skip
         launch.decode(
-            query if launch.prepare is None else queries, query_scales, cache, block_table, seq_lens, starts, schedule, some_sinks, launch.tables,
+            query if launch.prepare is None else queries,
+            query_scales, cache, block_table, seq_lens, starts, schedule, some_sinks, launch.tables,
             out if direct else part,
             some_lse if direct else part_lse,
             block_table.stride(0), out_token, out_head, lse_token, lse_head,
@@ -654,11 +673,13 @@ class TritonOps:
                 columns = plan.columns(length)
                 forms = {length > 1, True}  # one query token each comes with query_start_loc or without
                 rows = batch * length * self.layer.num_heads
-                splits, _, _ = self._split(plan, batch, max_context, length, False, device)
+                splits, *_ = self._split(plan, batch, max_context, length, False, device)
                 nbytes = max(nbytes, space.needed(*plan.scratch(rows, splits)))
-                average, pieces, _ = self._split(plan, batch, max_context, length, True, device)
+                average, pieces, *_ = self._split(plan, batch, max_context, length, True, device)
                 if pieces:
-                    cuts |= {(columns, multi, plan.alone_for(columns, batch, pieces)) for multi in forms}
+                    cuts |= {
+                        (columns, multi, plan.alone_for(columns, multi, batch, pieces)) for multi in forms
+                    }
                     most_pieces = max(most_pieces, average)
                     numbers = schedule_size(pieces, batch)
                     nbytes = max(nbytes, space.needed(*plan.scratch(rows, average, numbers)))
@@ -669,13 +690,13 @@ class TritonOps:
         most_rows = max_batch * max_query_len * self.layer.num_heads
         prepared = sorted({_ROWS_PER_PREPARE, plan.together(most_rows, _compute_units(device))})
         compiled = []
-        if not all(plan.alone_for(columns, 1, 0) for columns, *_ in modes):
+        if not all(plan.alone_for(columns, multi, 1, 0) for columns, multi, _ in modes):
             for size in prepared:
                 for early in (False, True) if plan.pdl and size == min(prepared) else (False,):
                     constants = plan.prepare_constants(size, early)
                     compiled.append(self._compile(prepare_kernel, constants, {"query_ptr": dtype}))
         for columns, multi, direct in sorted(modes):
-            alone = plan.alone_for(columns, 1, 0)
+            alone = plan.alone_for(columns, multi, 1, 0)
             queries = {"query_ptr": dtype} if alone else {}
             for write in some_lse:
                 if direct:
@@ -732,7 +753,8 @@ class TritonOps:
         even_queries: bool,
         device: torch.device,
     ) -> Launch:
-        """Everything about one shape of call; the values are kept. aligned: the cache, to 16 bytes; even_queries: and they."""
+        """Everything about one shape of call; the values are kept. aligned: the cache, to 16 bytes; even_queries:
+        so are queries."""
         plan = self._plans.get(aligned)
         if plan is None:
             plan = self._plans[aligned] = DecodePlan(
@@ -748,7 +770,7 @@ class TritonOps:
         even = tokens == batch * max_query_len
         splits, pieces, early = self._split(plan, max(batch, 1), context, max_query_len, even, device)
         cut = bool(pieces)
-        alone = plan.alone_for(columns, batch, pieces) if even_queries else 0
+        alone = plan.alone_for(columns, not single, batch, pieces) if even_queries else 0
         direct = splits == 1
         choice = plan.tuned(columns)
         rows = tokens * self.layer.num_heads

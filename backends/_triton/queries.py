@@ -129,8 +129,8 @@ def _keep(
     x,  # [k, N] int8 or fp16
     TARGET: tl.constexpr,
 ):
-    """x. On NVIDIA the compiler does not know that it is: else it would turn what tl.trans turns in shared memory, where
-    it need not move, or make it again in every tile."""
+    """x. On NVIDIA the compiler does not know that it is: else it would let tl.trans go through shared memory, where
+    nothing need move, or make x again in every tile."""
     if TARGET == "cuda":
         PACK: tl.constexpr = 32 // x.dtype.primitive_bitwidth
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=PACK)

@@ -99,7 +99,16 @@ def reduce_kernel(
             sequence = token
         if ALONE:
             first_piece, splits = pieces_alone(
-                seq_lens_ptr, sequence.to(tl.int32), batch, pieces, window, min_tiles, MOST, T, WINDOW, AT_ONCE
+                seq_lens_ptr,
+                sequence.to(tl.int32),
+                batch,
+                pieces,
+                window,
+                min_tiles,
+                MOST,
+                T,
+                WINDOW,
+                AT_ONCE,
             )
         else:
             first_piece, splits = pieces_of(schedule_ptr, sequence, pieces)

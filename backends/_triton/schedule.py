@@ -308,8 +308,8 @@ def _cut_alone(
     WINDOW: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """What cut_batch would write, without writing it: (tiles to a piece, lengths, pieces of each sequence), the last two
-    [AT_ONCE]. Every program that wants a piece works it out for itself.
+    """What cut_batch would write, without writing it: (tiles to a piece, lengths, pieces of each sequence), the last
+    two [AT_ONCE]. Every program that wants a piece works it out for itself.
 
     The more tiles to a piece the fewer pieces, so the first candidate that fits is found by halving.
     """
@@ -332,9 +332,7 @@ def piece_alone(
     MOST: tl.constexpr, T: tl.constexpr, WINDOW: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """As :func:`piece_of`, without a schedule."""
-    share, lens, count = _cut_alone(
-        seq_lens_ptr, batch, pieces, window, min_tiles, MOST, T, WINDOW, AT_ONCE
-    )
+    share, lens, count = _cut_alone(seq_lens_ptr, batch, pieces, window, min_tiles, MOST, T, WINDOW, AT_ONCE)
     ends = tl.cumsum(count, axis=0)
     before = ends <= piece
     sequence = tl.sum(before.to(tl.int32), axis=0)

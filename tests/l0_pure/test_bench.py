@@ -671,7 +671,9 @@ def test_every_bundled_tuned_file_loads():
             for backend in ("triton_soa", "triton_aos"):
                 section = load_tuned(arch, target.vendor, backend)["decode"]
                 for compiler in ("3.6", "3.9"):
-                    assert choices(section, preset="k8v4", head_size=64, columns=8, compiler=compiler)
+                    assert choices(
+                        section, preset="k8v4", head_size=64, columns=8, compiler=compiler, multi=True
+                    )
     with pytest.raises(SpecError, match="sm_90"):
         load_tuned("sm_90", "nvidia", "torch_reference")
 

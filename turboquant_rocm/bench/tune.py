@@ -67,7 +67,7 @@ def tune(
             documents[path] = (parse_yaml(text, path.name), header_of(text))
         document, header = documents[path]
         tuned = load_tuned(target.arch, target.vendor, backend)[_KERNEL]
-        start = choices(tuned, **facts, compiler=COMPILER)
+        start = choices(tuned, **facts, compiler=COMPILER, multi=False)
         space = parse_space(data, _KERNEL, sorted(start), source)
 
         def measure(values: Mapping[str, Any], group: list[Job] = group) -> Measured:
