@@ -8,7 +8,13 @@ import torch
 import triton
 import triton.language as tl
 
-from turboquant_rocm.backends._triton.schedule import cut_batch, schedule_size
+from turboquant_rocm.backends._triton.schedule import (
+    ALONE_BATCHES,
+    cut_batch,
+    piece_alone,
+    pieces_alone,
+    schedule_size,
+)
 
 
 @triton.jit
@@ -19,11 +25,60 @@ def cut_kernel(
     cut_batch(seq_lens_ptr, schedule_ptr, batch, pieces, window, min_tiles, MOST, T, WINDOW, False)
 
 
+@triton.jit
+def alone_kernel(
+    seq_lens_ptr, out_ptr, batch, pieces, window, min_tiles,
+    MOST: tl.constexpr, T: tl.constexpr, WINDOW: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """What a program that takes a piece finds out on its own, and then one of reduce per sequence."""
+    number = tl.program_id(0)
+    if number < pieces:
+        sequence, part, seq_len, share = piece_alone(
+            seq_lens_ptr, number, batch, pieces, window, min_tiles, MOST, T, WINDOW, AT_ONCE
+        )
+        tl.store(out_ptr + 4 * number, sequence)
+        tl.store(out_ptr + 4 * number + 1, number - part)
+        tl.store(out_ptr + 4 * number + 2, seq_len)
+        tl.store(out_ptr + 4 * number + 3, share)
+    else:
+        first, count = pieces_alone(
+            seq_lens_ptr, number - pieces, batch, pieces, window, min_tiles, MOST, T, WINDOW, AT_ONCE
+        )
+        at = 4 * pieces + 2 * (number - pieces)
+        tl.store(out_ptr + at, first)
+        tl.store(out_ptr + at + 1, count)
+
+
+def _check_alone(
+    lens: Sequence[int], pieces: int, device: str, window: int, min_tiles: int, most: int, tile: int,
+    got: list[int],
+) -> None:  # fmt: skip
+    """Programs without a schedule come to what it says, whichever of their kernels it is."""
+    batch, size = len(lens), len(got)
+    for most_batch in ALONE_BATCHES:
+        if batch > most_batch:
+            continue
+        found = torch.full((size,), -77, dtype=torch.int32, device=device)
+        alone_kernel[(pieces + batch,)](
+            torch.tensor(lens, dtype=torch.int32, device=device), found, batch, pieces, window, min_tiles, most,
+            tile, window > 0, most_batch, num_warps=1,
+        )  # fmt: skip
+        alone = found.tolist()
+        for piece in range(pieces):
+            entry = slice(4 * piece, 4 * piece + 4)
+            if got[4 * piece] < 0:
+                assert alone[4 * piece] == -1
+            else:
+                assert alone[entry] == got[entry], f"piece {piece}"
+        assert alone[4 * pieces :] == got[4 * pieces :]
+
+
 def check_schedule(
     lens: Sequence[int], pieces: int, device: str, *, window: int = 0, min_tiles: int = 1, most: int = 256,
     tile: int = 32,
 ) -> int:  # fmt: skip
-    """Cuts ``lens`` and compares what was written with what it must say; returns the tiles of a piece."""
+    """Cuts ``lens`` and compares what was written, and what each program finds out without, with what it must say;
+    returns the tiles of a piece."""
     batch = len(lens)
     size = schedule_size(pieces, batch)
     written = torch.full((size + 64,), -77, dtype=torch.int32, device=device)
@@ -55,4 +110,5 @@ def check_schedule(
     for smaller in range(least, share):  # no value that was tried and is smaller would have fitted
         tried = {least + ((largest - least) * k + 14) // 15 for k in range(16)}
         assert smaller not in tried or sum(-(-n // smaller) for n in tiles) > pieces
+    _check_alone(lens, pieces, device, window, min_tiles, most, tile, got[:size])
     return share

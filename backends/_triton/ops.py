@@ -653,7 +653,8 @@ class TritonOps:
         max_batch: most sequences; max_context: most tokens that a block table spans (its width times the block
         size); max_query_len: most query tokens of a sequence. dtype: of queries and outputs, default the layer's.
         lse: whether it will be asked for; None: both. Returns the number of kernels. After it, decode inside the
-        range compiles nothing, allocates nothing and does not synchronise.
+        range compiles nothing, allocates nothing and does not synchronise, if caches and queries are aligned to 16
+        bytes.
         """
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
@@ -677,11 +678,10 @@ class TritonOps:
                 nbytes = max(nbytes, space.needed(*plan.scratch(rows, splits)))
                 average, pieces, *_ = self._split(plan, batch, max_context, length, True, device)
                 if pieces:
-                    cuts |= {
-                        (columns, multi, plan.alone_for(columns, multi, batch, pieces)) for multi in forms
-                    }
+                    alone = {multi: plan.alone_for(columns, multi, batch, pieces) for multi in forms}
+                    cuts |= {(columns, multi, most) for multi, most in alone.items()}
                     most_pieces = max(most_pieces, average)
-                    numbers = schedule_size(pieces, batch)
+                    numbers = 0 if all(alone.values()) else schedule_size(pieces, batch)
                     nbytes = max(nbytes, space.needed(*plan.scratch(rows, average, numbers)))
                 most_splits = max(most_splits, splits)
                 modes |= {(columns, multi, s == 1) for multi in forms for s in {1, splits}}
@@ -696,28 +696,28 @@ class TritonOps:
                     constants = plan.prepare_constants(size, early)
                     compiled.append(self._compile(prepare_kernel, constants, {"query_ptr": dtype}))
         for columns, multi, direct in sorted(modes):
-            alone = plan.alone_for(columns, multi, 1, 0)
-            queries = {"query_ptr": dtype} if alone else {}
+            most = plan.alone_for(columns, multi, 1, 0)
+            queries = {"query_ptr": dtype} if most else {}
             for write in some_lse:
                 if direct:
-                    constants = plan.decode_constants(columns, multi, True, write, alone=alone)
+                    constants = plan.decode_constants(columns, multi, True, write, alone=most)
                     compiled.append(self._compile(decode_kernel, constants, queries | {"out_ptr": dtype}))
                 else:
-                    constants = plan.decode_constants(columns, multi, False, False, alone=alone)
+                    constants = plan.decode_constants(columns, multi, False, False, alone=most)
                     compiled.append(self._compile(decode_kernel, constants, queries | PARTIAL))
                     for splits in _joined(most_splits):
                         constants = plan.reduce_constants(multi, write, splits)
                         compiled.append(self._compile(reduce_kernel, constants, JOINED | {"out_ptr": dtype}))
-        for columns, multi, alone in sorted(cuts):
-            for size, early in itertools.product(prepared, (False, True) if plan.pdl else (False,)):
-                if not alone:
+        for columns, multi, most in sorted(cuts):
+            if not most:
+                for size, early in itertools.product(prepared, (False, True) if plan.pdl else (False,)):
                     constants = plan.prepare_constants(size, early, cut=True, columns=columns)
                     compiled.append(self._compile(prepare_kernel, constants, {"query_ptr": dtype}))
-            constants = plan.decode_constants(columns, multi, False, False, cut=True, alone=alone)
-            queries = {"query_ptr": dtype} if alone else {}
+            constants = plan.decode_constants(columns, multi, False, False, cut=True, alone=most)
+            queries = {"query_ptr": dtype} if most else {}
             compiled.append(self._compile(decode_kernel, constants, queries | PARTIAL))
             for write, splits in itertools.product(some_lse, _joined(most_pieces)):
-                constants = plan.reduce_constants(multi, write, splits, True, alone, columns)
+                constants = plan.reduce_constants(multi, write, splits, True, most, columns)
                 compiled.append(self._compile(reduce_kernel, constants, JOINED | {"out_ptr": dtype}))
         return len({id(kernel) for kernel in compiled})
 

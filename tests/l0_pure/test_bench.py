@@ -780,7 +780,7 @@ def test_what_tune_writes_is_what_the_loader_reads():
     made = render(with_override(before, "decode", when, {"tokens": 64}, source), header_of(text))
     assert made.startswith(header_of(text)) and "# tokens:" in header_of(text)
     section = parse_tuned(parse_yaml(made, "new"), "new")["decode"]
-    facts = {"preset": "4bit_nc", "head_size": 128, "columns": 8, "compiler": "3.6"}
+    facts = {"preset": "4bit_nc", "head_size": 128, "columns": 8, "compiler": "3.6", "multi": False}
     old = choices(parse_tuned(before, "old")["decode"], **facts)
     assert choices(section, **facts) == {**old, "tokens": 64}
     other = {**facts, "columns": 16}

@@ -6,6 +6,8 @@ import pytest
 
 pytest.importorskip("triton")
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,11 +19,13 @@ from turboquant_rocm.target import get_target
 UNITS = 132
 
 
-def _plan(arch: str = "sm_90", group: int = 8, preset: str = "4bit_nc") -> DecodePlan:
-    layer, target = layer_spec(128, 8, group, "bf16"), get_target(arch)
+def _plan(
+    arch: str = "sm_90", group: int = 8, preset: str = "4bit_nc", head_size: int = 128, **tuning: Any
+) -> DecodePlan:
+    layer, target = layer_spec(head_size, 8, group, "bf16"), get_target(arch)
     decision = Decision(layer, target, get_preset(preset), 16, "triton_soa", "soa")
-    layout = make_layout("soa", preset, 128, 8, 16)
-    return DecodePlan(decision, layout, kind="hip" if target.vendor == "amd" else "cuda")
+    layout = make_layout("soa", preset, head_size, 8, 16)
+    return DecodePlan(decision, layout, kind="hip" if target.vendor == "amd" else "cuda", tuning=tuning)
 
 
 def _programs(plan: DecodePlan, batch: int, splits: int, length: int) -> int:
@@ -34,10 +38,11 @@ def _programs(plan: DecodePlan, batch: int, splits: int, length: int) -> int:
     st.integers(1, 300),
     st.integers(16, 1 << 18),
     st.integers(1, 16),
+    st.booleans(),
 )
-def test_one_wave_and_room_for_prepare(arch, group, batch, context, length):
+def test_one_wave_and_room_for_prepare(arch, group, batch, context, length, alone):
     """Splits never make a second wave of programs, and a decode starts early only where both kernels find room."""
-    plan = _plan(arch, group)
+    plan = _plan(arch, group, alone=alone)
     splits = plan.splits(batch, context, length, UNITS)
     capacity = plan.tuned(plan.columns(length))["programs_per_cu"] * UNITS
     programs = _programs(plan, batch, splits, length)
@@ -49,12 +54,54 @@ def test_one_wave_and_room_for_prepare(arch, group, batch, context, length):
 
 
 def test_one_long_sequence_gives_up_a_split_to_start_early():
-    plan = _plan()
+    plan = _plan(alone=False)
     full = plan.tuned(8)["programs_per_cu"] * UNITS // 8
     splits = plan.splits(1, 1 << 17, 1, UNITS)
     assert splits == full - 1
     assert plan.early(1, splits, 1, UNITS)
     assert not plan.early(1, full, 1, UNITS)
+
+
+def test_without_prepare_a_long_sequence_takes_the_whole_device():
+    plan = _plan()
+    assert plan.splits(1, 1 << 17, 1, UNITS) == plan.capacity(1, UNITS) // 8 == 198
+
+
+def test_short_splits_are_fewer():
+    """Eight programs of a multiprocessor instead of twelve where twelve would have less than eight tiles each."""
+    plan = _plan()
+    few = plan.tuned(8)["few_programs_per_cu"] * UNITS // 8
+    assert few == 132
+    assert plan.splits(1, 198 * 256 - 1, 1, UNITS) == few
+    assert plan.splits(1, 198 * 256, 1, UNITS) == 198
+    assert plan.splits(1, 4096, 1, UNITS) == 64  # none is shorter than min_tokens
+    assert plan.splits(8, 4096, 1, UNITS) == few // 8
+    assert plan.splits(300, 64, 1, UNITS) == 1
+    assert plan.cut(8, 4096, few // 8, 1, UNITS) == 128
+    assert [_plan(long_from=0).splits(1, context, 1, UNITS) for context in (16384, 32768)] == [198, 198]
+    assert [_plan("gfx942").splits(1, context, 1, UNITS) for context in (16384, 32768)] == [198, 198]
+
+
+def test_which_decodes_need_no_prepare():
+    """Head sizes that are powers of two, any batch unless it is cut; not several query tokens in 16 columns."""
+    plan = _plan()
+    assert [plan.alone_for(8, False, batch, 0) > 0 for batch in (1, 64, 65, 1000)] == [True] * 4
+    assert [plan.alone_for(8, False, batch, 300) for batch in (2, 32, 33, 64, 65)] == [32, 32, 64, 64, 0]
+    assert [plan.alone_for(columns, multi, 4, 99) for columns in (8, 16) for multi in (False, True)] == [
+        32,
+        32,
+        32,
+        0,
+    ]
+    for head_size in (64, 256):
+        assert _plan(head_size=head_size).alone_for(8, False, 1, 0)
+    for head_size in (80, 96, 112, 192):
+        assert not _plan(head_size=head_size).alone_for(8, False, 1, 0)
+    assert not _plan("gfx942").alone_for(16, False, 1, 0)
+    assert not _plan("gfx942", alone=True).alone_for(16, False, 1, 0), (
+        "its compiler would move what lanes own"
+    )
+    assert not _plan("sm_80").alone_for(8, False, 1, 0)
 
 
 def test_a_batch_that_fills_the_device_waits_and_is_cut():

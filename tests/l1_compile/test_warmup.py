@@ -152,7 +152,9 @@ def test_every_launch_of_a_range(kv_heads, group, head_size, most_batch, context
             for width in widths:
                 for single in {count == 1, False}:
                     shape = (batch, width // 16)
-                    launch = layer_ops._make_launch(batch * count, shape, count, single, True, True, cpu)
+                    launch = layer_ops._make_launch(
+                        batch * count, shape, count, single, True, True, True, cpu
+                    )
                     for kernel in (launch.prepare, launch.decode, launch.reduce):
                         if kernel is not None:
                             key = (kernel._kernel, repr(sorted(kernel._constants.items())))
@@ -160,5 +162,5 @@ def test_every_launch_of_a_range(kv_heads, group, head_size, most_batch, context
                     splits = 0 if launch.reduce is None else launch.splits
                     needed = space.needed(*launch.plan.scratch(launch.rows, splits, launch.numbers))
                     assert needed <= space.nbytes, (batch, count, width)
-                    cut.add(launch.numbers > 0)
+                    cut.add(launch.pieces > 0)
     assert cut == {False, True}
