@@ -910,8 +910,7 @@ _ARGUMENT_NAMES = (
 @triton.jit(
     do_not_specialize=_ARGUMENT_NAMES,
     do_not_specialize_on_alignment=(
-        "query_ptr", "cache_ptr", "table_ptr", "seq_lens_ptr", "query_start_ptr", "schedule_ptr", "sinks_ptr",
-        "out_ptr", "lse_ptr",
+        "cache_ptr", "table_ptr", "seq_lens_ptr", "query_start_ptr", "schedule_ptr", "sinks_ptr", "out_ptr", "lse_ptr",
     ),
 )  # fmt: skip
 def decode_kernel(

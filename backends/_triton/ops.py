@@ -632,8 +632,8 @@ class TritonOps:
         )  # fmt: skip
         if launch.reduce is not None:
             launch.reduce(
-                part, part_lse, starts, schedule, seq_lens, some_sinks, out, some_lse, splits, launch.batch,
-                launch.pieces, launch.most_queries, out_token, out_head, lse_token, lse_head, self._window,
+                part, part_lse, starts, schedule, some_sinks, out, some_lse, splits, launch.batch, launch.pieces,
+                launch.most_queries, out_token, out_head, lse_token, lse_head, seq_lens, self._window,
                 launch.min_tiles,
             )  # fmt: skip
 

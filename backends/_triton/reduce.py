@@ -54,7 +54,6 @@ def reduce_kernel(
     part_lse_ptr,  # [N * Hq, S, 2] fp32, lse (base 2) and what the numbers must be multiplied by, or [P, Q, Hq, 2]
     query_start_ptr,  # [B + 1] int32; not read unless MULTI
     schedule_ptr,  # [4 P + 2 B] int32; read if CUT and not ALONE
-    seq_lens_ptr,  # [B] int32; read if CUT and ALONE
     sinks_ptr,  # [Hq] fp32; not read unless SINKS
     out_ptr,  # [N, Hq, Dv], written
     lse_ptr,  # [N, Hq] fp32, natural logarithm, written if WRITE_LSE
@@ -66,7 +65,8 @@ def reduce_kernel(
     out_head_stride,
     lse_token_stride,
     lse_head_stride,
-    window,  # these two as decode has them; used if CUT and ALONE
+    seq_lens_ptr,  # [B] int32; this and the next two as decode has them, used if CUT and ALONE
+    window,
     min_tiles,
     HQ: tl.constexpr,
     DV: tl.constexpr,

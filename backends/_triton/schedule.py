@@ -129,22 +129,22 @@ def piece_range(
     low = share * number
     high = low + share
     if CLASSES > 1:
-        base = _lead(piece - number, skew, CLASSES)
-        low += share * (_lead(piece, skew, CLASSES) - base) >> 6
-        high += share * (_lead(piece + 1, skew, CLASSES) - base) >> 6
+        c = piece % CLASSES
+        base = _lead((piece - number) % CLASSES, skew, CLASSES)
+        low += share * (_lead(c, skew, CLASSES) - base) >> 6
+        high += share * (_lead(tl.where(c + 1 == CLASSES, 0, c + 1), skew, CLASSES) - base) >> 6
     high = tl.where((number + 1) * share >= tiles, seen, high)  # the last one
     return low, tl.minimum(high, seen)
 
 
 @triton.jit
 def _lead(
-    piece,
+    c,  # class of a piece
     skew,  # at most 31, or products with it overflow
     CLASSES: tl.constexpr,
 ):
     """By how much the pieces before this one, from the last of class 0 on, exceed equal shares; in 64ths of one."""
-    c = piece % CLASSES
-    return skew * c * (CLASSES - c) // (CLASSES - 1)
+    return ((skew * c * (CLASSES - c)).to(tl.uint32) // (CLASSES - 1)).to(tl.int32)
 
 
 @triton.jit
@@ -288,12 +288,11 @@ def cut_batch(
 
 @triton.jit
 def _pieces(
-    tiles,  # not negative
+    tiles,
     share,
 ):
-    """Pieces of ``share`` tiles. Unsigned, which the division of a GPU that has none is shorter for."""
-    up = (tiles + share - 1).to(tl.uint32)
-    return (up // share.to(tl.uint32)).to(tl.int32)
+    """Pieces of ``share`` tiles."""
+    return (tiles + share - 1) // share
 
 
 @triton.jit
@@ -313,9 +312,13 @@ def _cut_alone(
 
     The more tiles to a piece the fewer pieces, so the first candidate that fits is found by halving.
     """
-    lens, tiles = _lengths(seq_lens_ptr, 0, batch, window, AT_ONCE, T, WINDOW)
-    least, most = _bounds(tl.sum(tiles, axis=0), tl.max(tiles, axis=0), batch, pieces, min_tiles, MOST)
-    low, high = 0, _CANDIDATES - 1  # the last fits
+    lens, signed = _lengths(seq_lens_ptr, 0, batch, window, AT_ONCE, T, WINDOW)
+    tiles = signed.to(tl.uint32)  # divisions of unsigned numbers are shorter
+    batch, pieces, min_tiles = batch.to(tl.uint32), pieces.to(tl.uint32), min_tiles.to(tl.uint32)
+    total, longest = tl.sum(tiles, axis=0), tl.max(signed, axis=0).to(tl.uint32)
+    least, most = _bounds(total, longest, batch, pieces, min_tiles, MOST)
+    low = tl.zeros((), tl.uint32)
+    high = tl.full((), _CANDIDATES - 1, tl.uint32)  # this one fits
     tl.static_assert(_CANDIDATES == 16)
     for _step in tl.static_range(4):
         middle = (low + high) // 2
@@ -323,7 +326,7 @@ def _cut_alone(
         low = tl.where(fits, low, middle + 1)
         high = tl.where(fits, middle, high)
     share = _candidate(least, most, high)
-    return share, lens, _pieces(tiles, share)
+    return share.to(tl.int32), lens, _pieces(tiles, share).to(tl.int32)
 
 
 @triton.jit
