@@ -28,6 +28,8 @@ ARCHES = ("gfx942", "gfx950", "sm_80", "sm_90")
 _TYPES = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.uint8: "*u8", torch.int32: "*i32",
 }  # fmt: skip
+_ALIGNED = ("query_scale_ptr", "part_ptr", "part_lse_ptr", "matrix_ptr")
+"""Pointers to memory of our own; and queries as decode reads them, which it asks for aligned or has prepared."""
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg", "launch_pdl")
 
 
@@ -46,6 +48,8 @@ class Spec:
     padding: int = 0
     splits: int = 8
     cut: bool = False
+    batch: int = 1  # of sequences: what decode does itself
+    prepared: bool = False  # queries are not aligned, so prepare reads them
     rows: int = 16  # of a program of prepare
     features: tuple[tuple[str, Any], ...] = ()
 
@@ -54,6 +58,8 @@ class Spec:
         more += f"-pad{self.padding}" if self.padding else ""
         more += f"-s{self.splits}" if self.splits != 8 else ""
         more += "-cut" if self.cut else ""
+        more += f"-b{self.batch}" if self.batch > 1 else ""
+        more += "-prepared" if self.prepared else ""
         more += f"-r{self.rows}" if self.rows != 16 else ""
         return (
             f"{self.kernel}-{self.preset}-{self.layout}-D{self.head_size}-g{self.group}-q{self.queries}"
@@ -97,6 +103,10 @@ def specs(full: bool) -> Iterator[Spec]:
     yield Spec(cut=True)
     yield Spec(queries=4, cut=True, features=(("window", 1024),))
     yield Spec(preset="k8v4", layout="aos", cut=True, features=(("window", 1024),))
+    yield Spec("reduce", cut=True, batch=64)
+    for batch in (64, 65):
+        yield Spec(cut=True, batch=batch)
+    yield Spec(prepared=True)
     for layout in ("soa", "aos"):
         for preset in ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc"):
             yield Spec(preset=preset, layout=layout)
@@ -123,6 +133,10 @@ def specs(full: bool) -> Iterator[Spec]:
                     for direct in (False, True):
                         yield Spec("decode", preset, layout, head_size, group, queries, direct=direct)
                     yield Spec("decode", preset, layout, head_size, group, queries, cut=True)
+                if head_size in (64, 128, 256):  # elsewhere these are the same kernels
+                    yield Spec("decode", preset, layout, head_size, cut=True, batch=64)
+                    for cut in (False, True):
+                        yield Spec("decode", preset, layout, head_size, cut=cut, prepared=True)
 
 
 def build(arch: str, spec: Spec) -> Built:
@@ -143,7 +157,8 @@ def build(arch: str, spec: Spec) -> Built:
             slot_stride=layout.slot_bytes + spec.padding,
         )
     plan = DecodePlan(decision, layout, kind="hip" if target.vendor == "amd" else "cuda")
-    multi = spec.queries > 1
+    multi, columns = spec.queries > 1, plan.columns(spec.queries)
+    alone = 0 if spec.prepared else plan.alone_for(columns, multi, spec.batch, spec.cut)
     types: dict[str, torch.dtype] = {}
     if spec.kernel == "prepare":
         constants = plan.prepare_constants(spec.rows, spec.cut, cut=spec.cut, columns=plan.columns(1))
@@ -151,15 +166,15 @@ def build(arch: str, spec: Spec) -> Built:
     elif spec.kernel == "reduce":
         kernel, constants, types = (
             reduce_kernel,
-            plan.reduce_constants(multi, True, spec.splits, spec.cut),
+            plan.reduce_constants(multi, True, spec.splits, spec.cut, alone, columns),
             {**JOINED, "out_ptr": torch.bfloat16},
         )
     else:
         kernel = decode_kernel
-        constants = plan.decode_constants(
-            plan.columns(spec.queries), multi, spec.direct, spec.direct, cut=spec.cut
-        )
+        constants = plan.decode_constants(columns, multi, spec.direct, spec.direct, cut=spec.cut, alone=alone)
         types = {"out_ptr": torch.bfloat16} if spec.direct else dict(PARTIAL)
+        if alone:
+            types["query_ptr"] = torch.bfloat16
     compiled = compile_for(arch, kernel, constants, types)
     return read_amd(compiled) if target.vendor == "amd" else read_nvidia(compiled)
 
@@ -177,7 +192,7 @@ def compile_for(
         stand_in = types.get(name, ARGUMENTS[name])
         if isinstance(stand_in, torch.dtype):
             signature[name] = _TYPES[stand_in]
-            if name in ("queries_ptr", "query_scale_ptr", "part_ptr", "part_lse_ptr", "matrix_ptr"):
+            if name in _ALIGNED or (name == "query_ptr" and kernel is decode_kernel):
                 divisible[(position,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if isinstance(stand_in, float) else "i32"
