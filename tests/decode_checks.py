@@ -9,7 +9,7 @@ each operand once must be expected to cost (``expected_error``), where plain att
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -231,6 +231,41 @@ def check(config: Config, case: Case, device: str, target: Target | None = None,
     setup.bound.checks = "shapes"  # the full checks read freed blocks' entries, which hold poison
     out, lse = decode(setup, case)
     return compare(setup, config, case, out, lse)
+
+
+def check_queries_at(shift: int, cut: bool, device: str, target: Target | None = None) -> None:
+    """Queries ``shift`` numbers behind an aligned address, tokens apart: only aligned ones do without prepare."""
+    config, case = Config(), Case((70, 33), splits=2, cut=cut)
+    setup = set_up(config, case, device, target)
+    tokens, heads, size = setup.query.shape
+    token = heads * size + 24
+    memory = torch.full((tokens * token + 16,), float("nan"), dtype=setup.query.dtype, device=device)
+    query = memory.as_strided((tokens, heads, size), (token, size, 1), shift)
+    query.copy_(setup.query)
+    setup = replace(setup, query=query)
+    setup.bound.checks = "shapes"
+    out, lse = decode(setup, case)
+    compare(setup, config, case, out, lse)
+    launches = setup.bound.ops._launches.values()
+    assert {launch.prepare is None for launch in launches} == {not query.data_ptr() & 15}
+
+
+def check_both_ways(config: Config, case: Case, device: str, target: Target | None = None) -> None:
+    """Decode with prepare and without it: both right, and as near to each other as two roundings of queries are."""
+    found = []
+    for alone in (False, True):
+        setup = set_up(config, case, device, target, tuning={"alone": alone})
+        setup.bound.checks = "shapes"
+        out, lse = decode(setup, case)
+        compare(setup, config, case, out, lse)
+        assert {launch.prepare is None for launch in setup.bound.ops._launches.values()} == {alone}
+        found.append((out.double(), lse.double()))
+    rows = sum(case.queries) if case.queries is not None else len(case.lens)
+    (a, lse_a), (b, lse_b) = ((out[:rows], lse[:rows]) for out, lse in found)
+    assert float((a - b).norm()) <= 2 * ROUNDING[config.dtype] * float(a.norm())
+    seen = lse_a > float("-inf")
+    assert torch.equal(seen, lse_b > float("-inf"))
+    assert float((lse_a - lse_b)[seen].abs().max()) < 1e-3
 
 
 def compare(setup: Setup, config: Config, case: Case, out: torch.Tensor, lse: torch.Tensor) -> float:

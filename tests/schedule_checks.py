@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +17,8 @@ from turboquant_rocm.backends._triton.schedule import (
     schedule_size,
 )
 
+_MANY = 8  # of the programs and of the sequences
+
 
 @triton.jit
 def cut_kernel(
@@ -27,11 +30,11 @@ def cut_kernel(
 
 @triton.jit
 def alone_kernel(
-    seq_lens_ptr, out_ptr, batch, pieces, window, min_tiles,
+    seq_lens_ptr, out_ptr, number_ptr, batch, pieces, window, min_tiles,
     MOST: tl.constexpr, T: tl.constexpr, WINDOW: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """What a program that takes a piece finds out on its own, and then one of reduce per sequence."""
-    number = tl.program_id(0)
+    """What a program that takes a piece finds out on its own, or one of reduce for a sequence, from ``pieces`` on."""
+    number = tl.load(number_ptr + tl.program_id(0))
     if number < pieces:
         sequence, part, seq_len, share = piece_alone(
             seq_lens_ptr, number, batch, pieces, window, min_tiles, MOST, T, WINDOW, AT_ONCE
@@ -55,22 +58,28 @@ def _check_alone(
 ) -> None:  # fmt: skip
     """Programs without a schedule come to what it says, whichever of their kernels it is."""
     batch, size = len(lens), len(got)
+    draw = random.Random(size)
+    some = {0, pieces - 1, *draw.choices(range(pieces), k=_MANY)}
+    some |= {pieces, pieces + batch - 1, *(pieces + b for b in draw.choices(range(batch), k=_MANY))}
+    numbers = torch.tensor(sorted(some), dtype=torch.int32, device=device)
     for most_batch in ALONE_BATCHES:
         if batch > most_batch:
             continue
         found = torch.full((size,), -77, dtype=torch.int32, device=device)
-        alone_kernel[(pieces + batch,)](
-            torch.tensor(lens, dtype=torch.int32, device=device), found, batch, pieces, window, min_tiles, most,
-            tile, window > 0, most_batch, num_warps=1,
+        alone_kernel[(len(numbers),)](
+            torch.tensor(lens, dtype=torch.int32, device=device), found, numbers, batch, pieces, window, min_tiles,
+            most, tile, window > 0, most_batch, num_warps=1,
         )  # fmt: skip
         alone = found.tolist()
-        for piece in range(pieces):
-            entry = slice(4 * piece, 4 * piece + 4)
-            if got[4 * piece] < 0:
-                assert alone[4 * piece] == -1
+        for number in some:
+            if number >= pieces:
+                here = slice(2 * pieces + 2 * number, 2 * pieces + 2 * number + 2)
+                assert alone[here] == got[here], f"sequence {number - pieces}"
+            elif got[4 * number] < 0:
+                assert alone[4 * number] == -1
             else:
-                assert alone[entry] == got[entry], f"piece {piece}"
-        assert alone[4 * pieces :] == got[4 * pieces :]
+                here = slice(4 * number, 4 * number + 4)
+                assert alone[here] == got[here], f"piece {number}"
 
 
 def check_schedule(

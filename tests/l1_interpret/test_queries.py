@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import triton
 import triton.language as tl
 
 from tests.cases import TORCH_DTYPES, layer_spec
-from tests.decode_checks import Case, Config, bound_layers, compare, decode, set_up
+from tests.decode_checks import Case, Config, bound_layers, check_both_ways, check_queries_at
 from turboquant_rocm import Decision, get_preset, make_layout
 from turboquant_rocm.backends._triton.ops import DecodePlan
 from turboquant_rocm.backends._triton.prepare import prepare_kernel
@@ -137,23 +135,14 @@ def test_a_query_without_a_size(preset, number):
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("shift", [0, 1, 4])
 def test_queries_at_any_address(shift, cut, device):
-    """Queries that are not aligned to 16 bytes go through prepare; their tokens may lie far apart."""
-    config, case = Config(), Case((70, 33), splits=2, cut=cut)
-    setup = set_up(config, case, device)
-    tokens, heads, size = setup.query.shape
-    memory = torch.full(
-        (tokens * (heads * size + 24) + 16,), float("nan"), dtype=setup.query.dtype, device=device
-    )
-    query = memory.as_strided((tokens, heads, size), (heads * size + 24, size, 1), shift)
-    query.copy_(setup.query)
-    setup = replace(setup, query=query)
-    setup.bound.checks = "off"
-    out, lse = decode(setup, case)
-    compare(setup, config, case, out, lse)
-    launches = setup.bound.ops._launches.values()
-    aligned = not query.data_ptr() & 15
-    assert {launch.prepare is None for launch in launches} == {aligned}
-    assert aligned == (memory.data_ptr() % 16 == 2 * (-shift % 8))
+    check_queries_at(shift, cut, device)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("preset", ["k8v4", "4bit_nc", "3bit_nc"])
+def test_with_prepare_and_without(preset, cut, device):
+    case = Case((50, 0, 33), (2, 2, 2) if cut else (2, 0, 1), splits=2, cut=cut)
+    check_both_ways(Config(preset, group=2, most_queries=2, sinks=True), case, device)
 
 
 def test_bound_layers_work_alone():

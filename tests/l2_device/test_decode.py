@@ -12,7 +12,18 @@ hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from tests.decode_checks import LAYOUTS, PRESETS, Case, Config, check, compare, decode, set_up  # noqa: E402
+from tests.decode_checks import (  # noqa: E402
+    LAYOUTS,
+    PRESETS,
+    Case,
+    Config,
+    check,
+    check_both_ways,
+    check_queries_at,
+    compare,
+    decode,
+    set_up,
+)
 from tests.schedule_checks import check_schedule  # noqa: E402
 
 EXAMPLES = 66
@@ -124,6 +135,26 @@ def test_more_programs_than_run_at_once(preset, cut, layout, target):
     lens = tuple(rng.randint(0, 700) for _ in range(120))
     config = Config(preset, layout, 128, 8, 8)
     check(config, Case(lens, splits=3 if cut else None, cut=cut), "cuda", target)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("shift", [0, 1, 4])
+def test_queries_at_any_address(shift, cut, target):
+    check_queries_at(shift, cut, "cuda", target)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_with_prepare_and_without(preset, layout, head_size, dtype, cut, target):
+    """Sixteen columns without query_start_loc, and eight with it."""
+    lens = (700, 0, 33, 1, 129)
+    config = Config(preset, layout, head_size, 2, 16, dtype=dtype)
+    check_both_ways(config, Case(lens, splits=3, cut=cut), "cuda", target)
+    config = Config(preset, layout, head_size, 2, 4, dtype=dtype, sinks=True, most_queries=2)
+    check_both_ways(config, Case(lens, (2,) * 5, splits=3, cut=cut), "cuda", target)
 
 
 @pytest.mark.parametrize("queries", [100, 128])
