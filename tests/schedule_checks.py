@@ -28,7 +28,7 @@ def cut_kernel(
     cut_batch(seq_lens_ptr, schedule_ptr, batch, pieces, window, min_tiles, MOST, T, WINDOW, False)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("batch", "pieces", "window", "min_tiles"))
 def alone_kernel(
     seq_lens_ptr, out_ptr, number_ptr, batch, pieces, window, min_tiles,
     MOST: tl.constexpr, T: tl.constexpr, WINDOW: tl.constexpr, AT_ONCE: tl.constexpr,
