@@ -129,22 +129,22 @@ def piece_range(
     low = share * number
     high = low + share
     if CLASSES > 1:
-        c = piece % CLASSES
-        base = _lead((piece - number) % CLASSES, skew, CLASSES)
-        low += share * (_lead(c, skew, CLASSES) - base) >> 6
-        high += share * (_lead(tl.where(c + 1 == CLASSES, 0, c + 1), skew, CLASSES) - base) >> 6
+        base = _lead(piece - number, skew, CLASSES)
+        low += share * (_lead(piece, skew, CLASSES) - base) >> 6
+        high += share * (_lead(piece + 1, skew, CLASSES) - base) >> 6
     high = tl.where((number + 1) * share >= tiles, seen, high)  # the last one
     return low, tl.minimum(high, seen)
 
 
 @triton.jit
 def _lead(
-    c,  # class of a piece
+    piece,
     skew,  # at most 31, or products with it overflow
     CLASSES: tl.constexpr,
 ):
     """By how much the pieces before this one, from the last of class 0 on, exceed equal shares; in 64ths of one."""
-    return ((skew * c * (CLASSES - c)).to(tl.uint32) // (CLASSES - 1)).to(tl.int32)
+    c = piece % CLASSES
+    return skew * c * (CLASSES - c) // (CLASSES - 1)
 
 
 @triton.jit
