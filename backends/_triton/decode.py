@@ -8,7 +8,7 @@ Tile of T tokens, all in registers of one warp or wave:
 
 * K words: a lane owns a quarter of the codes of some tokens, read in vectors of up to 16 bytes. Decoded they are the
   left operand [T, k] of the score product without passing through shared memory: the lanes of the load are the lanes
-  of the operand, and the dims of the query are permuted (prepare.py) to the order in which codes come out.
+  of the operand, and the dims of the query are permuted (prepare.py, queries.py) to the order in which codes come out.
 * S[T, N] = sum over units of K_u[T, k] Q_u[k, N], fp32. The key norm, or the norm correction, multiplies S once per
   token; scale, log2(e) and the query's own exponent multiply it once per column.
 * P[T, N] = exp2(S - max) in fp32; then fp16(P * value scale * r) for the value product, where r = 2^14 / (power of two
@@ -54,6 +54,9 @@ Splits leave partial results: fp16 numbers, multiplied by a power of two that le
 With CUT the programs are (column tile, KV head, piece): the batch is cut into pieces by the lengths of its sequences
 (schedule.py), and a program finds out from the schedule which sequence its piece is of. Pieces are of one size, or come
 in CLASSES sizes of which the largest run first.
+
+With ALONE nothing was launched before. A program reads the rows of its columns right after its page ids, sends for its
+first codes, and rotates the rows meanwhile (queries.py); with CUT it first works out its piece from the lengths.
 """
 
 from __future__ import annotations
