@@ -55,7 +55,7 @@ With CUT the programs are (column tile, KV head, piece): the batch is cut into p
 (schedule.py), and a program finds out from the schedule which sequence its piece is of. Pieces are of one size, or come
 in CLASSES sizes of which the largest run first.
 
-With ALONE nothing was launched before. A program reads the rows of its columns right after its page ids, sends for its
+With ALONE nothing was launched before. A program reads the rows of its columns with its page ids, sends for its
 first codes, and rotates the rows meanwhile (queries.py); with CUT it first works out its piece from the lengths.
 """
 
