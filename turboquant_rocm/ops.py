@@ -184,8 +184,8 @@ class BoundLayer:
         layer's. lse: whether it will be asked for; None: both. workspace: the one that decode will be given, if any.
 
         Returns the number of kernels. Inside the range decode then compiles nothing, and allocates nothing but the
-        results it is not given. A backend with nothing to compile (torch_reference) returns 0. SpecError names a
-        wrong argument.
+        results it is not given, if cache and queries are aligned to 16 bytes (address and strides). A backend with
+        nothing to compile (torch_reference) returns 0. SpecError names a wrong argument.
         """
         checked_int("max_batch", max_batch, 1, _MAX_QUERY_LEN)
         checked_int("max_context", max_context, 1, 1 << 40)

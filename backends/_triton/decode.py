@@ -52,8 +52,8 @@ Splits leave partial results: fp16 numbers, multiplied by a power of two that le
 [2^14, 2^15), and beside them the column's lse and the inverse of that power. reduce.py joins them.
 
 With CUT the programs are (column tile, KV head, piece): the batch is cut into pieces by the lengths of its sequences
-(schedule.py), and a program finds out from the schedule which sequence its piece is of. Pieces are of one size, or come
-in CLASSES sizes of which the largest run first.
+(schedule.py), and a program finds out from the schedule, if there is one, which sequence its piece is of. Pieces are of
+one size, or come in CLASSES sizes of which the largest run first.
 
 With ALONE nothing was launched before. A program reads the rows of its columns with its page ids, sends for its
 first codes, and rotates the rows meanwhile (queries.py); with CUT it first works out its piece from the lengths.

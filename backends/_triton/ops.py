@@ -191,14 +191,16 @@ class DecodePlan:
         # the one before it writes; all else was written before prepare had waited, and it launches decode after that. A
         # decode that fills the device must not start early: programs that come while others hold registers leave holes
         # between theirs that fit none, and what would be one wave of programs becomes two. It is launched when prepare
-        # is about to end, or, if the batch is cut, when only the program that cuts it is left (early_cut).
+        # is about to end, or, if the batch is cut, when only the program that cuts it is left (early_cut). Without
+        # prepare every program of decode waits before anything else, for the kernel before it, and what reduce reads
+        # before its own wait (lengths, query_start_loc) had been written then.
         self.pdl = self.kind == "cuda" and int(target.arch.removeprefix("sm_")) >= 90
         # Halves of a word of a partial result: a lane of NVIDIA holds a row of every unit, one of AMD rows in a row.
         self.paired = target.vendor == "nvidia" and self.value.units > 1
         self.part_words = self.value.part_words(self.paired)
         # Whether decode could do without prepare: its programs can rotate queries themselves, see queries.py.
         size = layout.head_size
-        self.rotates = self.kind != "hip" and size & (size - 1) == 0
+        self.rotates = self.kind != "hip" and size in (64, 128, 256)
         self.planes = 0
         if base["int8_keys"] and not preset.fp8_keys and not corrects_norm(layout):
             # one plane is better than a bf16 codebook, but not than an fp16 one
@@ -486,14 +488,15 @@ class DecodePlan:
     def cut(self, batch: int, max_context: int, splits: int, max_query_len: int, compute_units: int) -> int:
         """Room for pieces if a batch of ``max_query_len`` query tokens each is to be cut by its lengths, else 0.
 
-        As many as without a schedule, twice as many where pieces of half the size are still ``double_from`` tokens
-        long, and ``cut_pieces`` to a sequence where sequences would not be split. Not where the shortest splits leave
-        half of the device free: a schedule comes from prepare, and waiting for it costs more than it brings.
+        As many as without cutting, twice as many where pieces of half the size are still ``double_from`` tokens
+        long, and ``cut_pieces`` to a sequence where sequences would not be split. Not where so many splits leave half
+        of the device free: working out pieces, or waiting for the program that does, costs more than it brings. That
+        rule and :meth:`splits` only go one way with the context, so what warm-up asks for the longest holds for all.
         """
         choice = self.tuned(self.columns(max_query_len))
         visible = self.visible(max_context, max_query_len)
-        wanted = self._wanted(batch, max_context, max_query_len, compute_units)
-        if batch < 2 or (splits > 1 and 2 * splits <= wanted):
+        half = self.capacity(max_query_len, compute_units) // 2
+        if batch < 2 or (splits > 1 and self.programs(batch * splits, max_query_len) <= half):
             return 0
         if splits == 1 and visible < choice["cut_from"]:
             return 0

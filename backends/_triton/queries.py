@@ -182,6 +182,7 @@ def rotate_alone(
             out = out + (_keep(unit, TARGET),)
     else:
         CHUNKS: tl.constexpr = 2 * UNITS
+        tl.static_assert(CHUNKS <= 16)  # levels below
         signs = _signs(read[0])
         y = ()
         for i in tl.static_range(CHUNKS):

@@ -5,7 +5,7 @@ each, together with their weights and scales, a chunk of splits at a time, puts 
 order of the dims, adds the sink to the denominator and writes once. Splits that saw no key have weight 0, and what is
 read of them, which was never written, is replaced by 0. Bytes: S * (RW + 2) * 4 read per row. One read follows another
 only from chunk to chunk: the whole kernel takes little longer than one. With CUT the parts of a sequence are its
-pieces, as many as the schedule says (schedule.py).
+pieces, as many as the schedule says, or with ALONE as follow from the lengths (schedule.py).
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ def reduce_kernel(
     head = row % HQ
     at_part = row * splits  # of split 0
     step = 1  # to the next split
-    if CUT:  # prepare wrote the schedule: decode's programs of the first piece waited for its end, this starts later
+    if CUT:
+        # Before the wait for decode: the schedule was there before decode's first piece, as its programs waited for
+        # prepare, and this starts later. With ALONE that holds for the lengths: all programs of decode wait first.
         if MULTI:
             sequence, start = sequence_of(query_start_ptr, token.to(tl.int32), batch)
         else:

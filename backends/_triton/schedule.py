@@ -1,9 +1,13 @@
 """Shares of unequal sequences: how many pieces each sequence of a batch is cut into, worked out on the device.
 
 The host knows only how wide the block table is, and the grid of a captured graph must not change. So the grid has room
-for P pieces, P fixed by the shape, and one program of the prepare kernel cuts the batch each time: t tiles to a piece,
-the same for all sequences, t as small as it may be for all pieces to find room. Sequence b of n_b tiles gets
-ceil(n_b / t). A batch of equal lengths is cut as if each sequence had P / B pieces.
+for P pieces, P fixed by the shape, and the batch is cut each time: t tiles to a piece, the same for all sequences, t as
+small as it may be for all pieces to find room. Sequence b of n_b tiles gets ceil(n_b / t). A batch of equal lengths is
+cut as if each sequence had P / B pieces.
+
+Who cuts it. One program of the prepare kernel (cut_batch), which writes a schedule; or, of up to 64 sequences where
+decode works alone, every program of decode and reduce that wants to know about a piece or a sequence (piece_alone,
+pieces_alone): the same pieces, and nothing is written.
 
 t lies between ceil(sum n / P) and ceil(sum n / (P - B)), where every sequence may have a piece that is not full; of
 CANDIDATES values in between the first that fits is taken. It is more where a sequence would get more than MOST pieces.

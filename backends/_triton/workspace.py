@@ -35,7 +35,8 @@ class Workspace:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"decode needs a workspace of {nbytes} bytes and has {self.nbytes} while a graph is being captured: "
-                "call warmup() with the largest batch, context and query length first"
+                "call warmup() with the largest batch, context and query length first, and give it queries that are "
+                "aligned to 16 bytes"
             )
         self._buffers.append(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
         self._views.clear()

@@ -118,18 +118,23 @@ def test_no_shape_in_the_range_needs_more_scratch_memory(kernels_of, preset, gro
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "head_size", "most_batch", "context", "most_queries"),
+    ("kv_heads", "group", "head_size", "most_batch", "context", "most_queries", "cuts"),
     [
-        (8, 8, 128, 8, 1 << 17, 1),  # full at 4,096 tokens, two waves at 131,072
-        (8, 8, 128, 2, 1 << 18, 4),
-        (1, 8, 128, 9, 1 << 17, 4),  # three query tokens each need more scratch memory than four
-        (1, 8, 128, 35, 1 << 17, 1),
-        (2, 7, 128, 3, 1 << 17, 6),
-        (16, 8, 256, 3, 1 << 16, 1),
-        (8, 8, 64, 70, 1 << 13, 1),
+        (8, 8, 128, 8, 1 << 17, 1, True),  # full at 4,096 tokens, two waves at 131,072
+        (8, 8, 128, 2, 1 << 18, 4, True),
+        (1, 8, 128, 9, 1 << 17, 4, True),  # three query tokens each need more scratch memory than four
+        (1, 8, 128, 35, 1 << 17, 1, True),
+        (1, 8, 128, 3, 1 << 18, 1, False),  # cut or not, whatever the width
+        (1, 16, 128, 2, 1 << 17, 1, False),
+        (1, 4, 128, 2, 1 << 17, 4, False),
+        (2, 7, 128, 3, 1 << 17, 6, True),
+        (16, 8, 256, 3, 1 << 16, 1, True),
+        (8, 8, 64, 70, 1 << 13, 1, True),
     ],
 )
-def test_every_launch_of_a_range(kv_heads, group, head_size, most_batch, context, most_queries, monkeypatch):
+def test_every_launch_of_a_range(
+    kv_heads, group, head_size, most_batch, context, most_queries, cuts, monkeypatch
+):
     """On an H200: widths of the block table inside the range choose other kernels, and query lengths other splits."""
     monkeypatch.setattr(ops, "_compute_units", lambda device: 132)
     layer = layer_spec(head_size, kv_heads, group, "bf16")
@@ -145,7 +150,8 @@ def test_every_launch_of_a_range(kv_heads, group, head_size, most_batch, context
     space, cpu = Workspace("cpu"), torch.device("cpu")
     layer_ops.warmup(most_batch, context, most_queries, device=cpu, workspace=space)
     warm = {(kernel, repr(sorted(constants.items()))) for kernel, constants in compiled}
-    widths = sorted({context, *(1 << k for k in range(6, context.bit_length()))})
+    widths = {1 << k for k in range(6, context.bit_length())}
+    widths = sorted({context, *widths, *(3 * width // 4 for width in widths)})
     cut = set()
     for batch in range(1, most_batch + 1):
         for count in range(1, most_queries + 1):
@@ -163,4 +169,4 @@ def test_every_launch_of_a_range(kv_heads, group, head_size, most_batch, context
                     needed = space.needed(*launch.plan.scratch(launch.rows, splits, launch.numbers))
                     assert needed <= space.nbytes, (batch, count, width)
                     cut.add(launch.pieces > 0)
-    assert cut == {False, True}
+    assert cut == {False, cuts}
