@@ -194,9 +194,8 @@ def check_against_reference(
     bound.store(key, value, want, slots, nonfinite=count)
     store_of(bound.layout, vendor)(key.to(device), value.to(device), got.data, slots.to(device), counted)
     found = differences(got, want, bound.layout)
-    if (
-        device == "cpu"
-    ):  # interpreted, sums have the order of the CPU, which may move coordinates that lie on a threshold
+    # interpreted, the order of sums is the CPU's: it may move coordinates that lie on a threshold
+    if device == "cpu":
         codes = sum(found.pop(name, 0) for name in ("key_data", "value_data"))
         assert codes <= 8, "bytes of codes"
     assert found == {}

@@ -209,12 +209,21 @@ def _candidate(
 
 
 @triton.jit
+def _pieces(
+    tiles,
+    share,
+):
+    """Pieces of ``share`` tiles."""
+    return (tiles + share - 1) // share
+
+
+@triton.jit
 def _needed(
     tiles,  # [_AT_ONCE]
     tried,  # [_CANDIDATES] tiles to a piece
 ):
     """Pieces that the sequences need, for every candidate."""
-    return tl.sum((tiles[None, :] + tried[:, None] - 1) // tried[:, None], axis=1)
+    return tl.sum(_pieces(tiles[None, :], tried[:, None]), axis=1)
 
 
 @triton.jit
@@ -233,7 +242,7 @@ def _write(
     pair_ptr = schedule_ptr.to(tl.pointer_type(tl.int64))
     i = tl.arange(0, _ENTRIES)
     two = tl.arange(0, 2)
-    count = (tiles + share - 1) // share
+    count = _pieces(tiles, share)
     ends = used + tl.cumsum(count, axis=0)
     at = ends - count
     b = first + tl.arange(0, _AT_ONCE)
@@ -279,7 +288,7 @@ def cut_batch(
     if EARLY:
         gdc_launch_dependents()
 
-    entries = (longest + share - 1) // share  # most pieces of a sequence
+    entries = _pieces(longest, share)  # most of a sequence
     used = _write(schedule_ptr, 0, lens_ahead, ahead, 0, share, entries, batch, pieces)
     for first in range(_AT_ONCE, batch, _AT_ONCE):
         lens, tiles = _lengths(seq_lens_ptr, first, batch, window, _AT_ONCE, T, WINDOW)
@@ -288,15 +297,6 @@ def cut_batch(
         piece = first + tl.arange(0, _AT_ONCE)
         none = tl.full((_AT_ONCE,), -1, tl.int64)
         tl.store(schedule_ptr.to(tl.pointer_type(tl.int64)) + 2 * piece, none, piece < pieces)
-
-
-@triton.jit
-def _pieces(
-    tiles,
-    share,
-):
-    """Pieces of ``share`` tiles."""
-    return (tiles + share - 1) // share
 
 
 @triton.jit
