@@ -24,23 +24,22 @@ from typing import Final
 from ci.processes import end
 
 KERNELS = ("_store_kernel", "_dequantize_kernel", "prepare_kernel", "decode_kernel", "reduce_kernel")
+WIDE_KERNEL = "wide_kernel"
+"""Decode of 32 columns, where the GPU is one that it is for."""
 TOOLS = ("memcheck", "racecheck")
 STOP_SECONDS: Final = 10
 
 
 def cases(only: int | None = None) -> int:
-    """Store, decode and dequantise every case; returns how many. only: the number of one of them."""
+    """Store, decode and dequantise every case; returns how many there are. only: the number of one of them."""
     from tests.decode_checks import LAYOUTS, PRESETS, Case, Config, compare, decode, set_up
     from tests.store_checks import check_dequantize
     from turboquant_rocm.target import detect
 
     target = detect()
-    count = 0
+    some = []
     for layout in LAYOUTS:
         for i, preset in enumerate(PRESETS):
-            count += 1
-            if only is not None and only != count - 1:
-                continue
             size = (64, 80, 128, 112)[i]
             config = Config(
                 preset,
@@ -59,18 +58,25 @@ def cases(only: int | None = None) -> int:
                 Case((200, 1, 65, 0), splits=3, cut=True),
                 Case((3, 65, 200, 0), (3,) * 4, splits=3, cut=True),
             )[i]
-            setup = set_up(config, case, "cuda", target)
-            setup.bound.checks = "shapes"  # unused entries of the block table hold poison
-            out, lse = decode(setup, case)
-            on_host = {
-                name: getattr(setup, name).cpu()
-                for name in ("table", "lens", "query", "starts", "sinks")
-                if getattr(setup, name) is not None
-            }
-            cache = replace(setup.cache, data=setup.cache.data.cpu())
-            compare(replace(setup, cache=cache, **on_host), config, case, out.cpu(), lse.cpu())
-            check_dequantize(preset, layout, size, "cuda")
-    return count
+            some.append((config, case))
+    wide = Config("4bit_nc", "soa", 128, 3, 4, 48, sinks=True, window=True, most_queries=8)
+    some.append((wide, Case((3, 65, 200, 8), (8, 0, 8, 7), window=100, splits=1)))
+    some.append((replace(wide, window=False), Case((8, 65, 200, 330), (8,) * 4, splits=3, cut=True)))
+    for number, (config, case) in enumerate(some):
+        if only is not None and only != number:
+            continue
+        setup = set_up(config, case, "cuda", target)
+        setup.bound.checks = "shapes"  # unused entries of the block table hold poison
+        out, lse = decode(setup, case)
+        on_host = {
+            name: getattr(setup, name).cpu()
+            for name in ("table", "lens", "query", "starts", "sinks")
+            if getattr(setup, name) is not None
+        }
+        cache = replace(setup.cache, data=setup.cache.data.cpu())
+        compare(replace(setup, cache=cache, **on_host), config, case, out.cpu(), lse.cpu())
+        check_dequantize(config.preset, config.layout, config.head_size, "cuda")
+    return len(some)
 
 
 def run(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str, str]:
@@ -95,13 +101,15 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tool", choices=TOOLS, action="append", help="default: all")
-    parser.add_argument("--kernel", choices=KERNELS, action="append", help="default: all")
+    parser.add_argument("--kernel", choices=(*KERNELS, WIDE_KERNEL), action="append", help="default: all")
     parser.add_argument("--sanitizer", default="compute-sanitizer", help="the program")
     parser.add_argument("--run", action="store_true", help="run the cases here, without a sanitizer")
     parser.add_argument("--case", type=int, help="only this case")
     args = parser.parse_args()
     if args.run:
-        print(f"{cases(args.case)} cases")
+        from turboquant_rocm.target import detect
+
+        print(f"{cases(args.case)} cases on {detect().arch}")
         return 0
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     program = [sys.executable, "-m", "ci.sanitize", "--run"] + (
@@ -111,9 +119,12 @@ def main() -> int:
     if status:
         print(out[-3000:], err[-1500:])
         return status
+    kernels = args.kernel or [*KERNELS, *([WIDE_KERNEL] if "sm_90" in out else [])]
+    if WIDE_KERNEL not in kernels:
+        print(f"{WIDE_KERNEL}: not watched, this GPU is not an sm_90 or other kernels were asked for")
     wrong = 0
     for tool in args.tool or TOOLS:
-        for kernel in args.kernel or KERNELS:
+        for kernel in kernels:
             watch = [args.sanitizer, "--tool", tool, "--error-exitcode", "9"]
             watch += ["--kernel-name", f"kernel_substring={kernel}"]
             status, out, err = run(watch + program, environment)

@@ -14,10 +14,10 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from tests.cases import layer_spec
 from turboquant_rocm import Decision, get_preset, make_layout
-from turboquant_rocm.backends._triton.decode import decode_kernel
 from turboquant_rocm.backends._triton.ops import ARGUMENTS, JOINED, PARTIAL, DecodePlan
 from turboquant_rocm.backends._triton.prepare import prepare_kernel
 from turboquant_rocm.backends._triton.reduce import reduce_kernel
@@ -51,6 +51,7 @@ class Spec:
     batch: int = 1  # of sequences: what decode does itself
     prepared: bool = False  # queries are not aligned, so prepare reads them
     rows: int = 16  # of a program of prepare
+    narrow: bool = False  # 16 columns at a time where 32 would do
     features: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
@@ -61,6 +62,7 @@ class Spec:
         more += f"-b{self.batch}" if self.batch > 1 else ""
         more += "-prepared" if self.prepared else ""
         more += f"-r{self.rows}" if self.rows != 16 else ""
+        more += "-narrow" if self.narrow else ""
         return (
             f"{self.kernel}-{self.preset}-{self.layout}-D{self.head_size}-g{self.group}-q{self.queries}"
             f"-bs{self.block_size}{'-direct' if self.direct else ''}{more}"
@@ -117,8 +119,25 @@ def specs(full: bool) -> Iterator[Spec]:
         features=(("window", 1024), ("sinks", True), ("soft_cap", 30.0)),
     )  # fmt: skip
     yield Spec(layout="aos", padding=26, preset="4bit_nc")
+    for narrow in (False, True):
+        yield Spec(queries=4, narrow=narrow)
     if not full:
         return
+    for features in (), (("window", 1024),), (("sinks", True), ("soft_cap", 30.0)):
+        for direct, cut in ((False, False), (True, False), (False, True)):
+            for group, queries, block_size in ((8, 4, 16), (5, 7, 48), (32, 1, 528)):
+                yield Spec(
+                    "decode",
+                    "4bit_nc",
+                    "soa",
+                    128,
+                    group,
+                    queries,
+                    block_size,
+                    direct,
+                    cut=cut,
+                    features=features,
+                )
     for head_size in (64, 80, 96, 112, 128, 192, 256):
         yield Spec("prepare", head_size=head_size)
         for rows in (16, 32 if head_size > 128 else 64):
@@ -156,7 +175,8 @@ def build(arch: str, spec: Spec) -> Built:
             spec.block_size,
             slot_stride=layout.slot_bytes + spec.padding,
         )
-    plan = DecodePlan(decision, layout, kind="hip" if target.vendor == "amd" else "cuda")
+    tuning = {"wide": False} if spec.narrow else {}
+    plan = DecodePlan(decision, layout, kind="hip" if target.vendor == "amd" else "cuda", tuning=tuning)
     multi, columns = spec.queries > 1, plan.columns(spec.queries)
     alone = 0 if spec.prepared else plan.alone_for(columns, multi, spec.batch, spec.cut)
     types: dict[str, torch.dtype] = {}
@@ -170,7 +190,7 @@ def build(arch: str, spec: Spec) -> Built:
             {**JOINED, "out_ptr": torch.bfloat16},
         )
     else:
-        kernel = decode_kernel
+        kernel = plan.decode_kernel(columns)
         constants = plan.decode_constants(columns, multi, spec.direct, spec.direct, cut=spec.cut, alone=alone)
         types = {"out_ptr": torch.bfloat16} if spec.direct else dict(PARTIAL)
         if alone:
@@ -192,12 +212,12 @@ def compile_for(
         stand_in = types.get(name, ARGUMENTS[name])
         if isinstance(stand_in, torch.dtype):
             signature[name] = _TYPES[stand_in]
-            if name in _ALIGNED or (name == "query_ptr" and kernel is decode_kernel):
+            if name in _ALIGNED or (name == "query_ptr" and kernel is not prepare_kernel):
                 divisible[(position,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if isinstance(stand_in, float) else "i32"
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(kernel, signature, values, divisible)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, values, divisible)
     return triton.compile(source, target=gpu_target(arch), options=options)
 
 

@@ -53,11 +53,8 @@ def check_store(
     ops.store(key.to(device), value.to(device), got.data, slots.to(device), counts[1])
     assert counts[0].tolist() == counts[1].tolist() and counts[0].min() > 0
     mine = got.data.cpu()
-    # interpreted, sums have the order of the CPU, which may move a coordinate that lies on a threshold
-    moved = (field_view(mine, layout, "key_data") != field_view(want.data, layout, "key_data")).any(-1)
-    assert int(moved.sum()) <= (8 if device == "cpu" else 0), f"{int(moved.sum())} keys"
     for name, _ in layout.places:
-        a, b = (field_view(c, layout, name)[~moved] for c in (mine, want.data))
+        a, b = field_view(mine, layout, name), field_view(want.data, layout, name)
         if name == "value_zero":  # -0 and 0 have no order
             a, b = (x.contiguous().view(torch.float16) + 0.0 for x in (a, b))
         if name == "key_signs":
@@ -77,7 +74,6 @@ def check_store(
     sketched = left @ torch.tensor(cache_sketch(head_size)).double().T
     sure = sketched.abs() > 1e-5 * left.norm(dim=-1, keepdim=True).clamp(min=1e-30)
     assert sure.double().mean() > 0.99
-    sure &= ~moved[block, offset][..., None]
     assert torch.equal(signs[0][sure], signs[1][sure])
     untouched = torch.ones(4, 16, dtype=torch.bool)
     untouched[block, offset] = False

@@ -193,12 +193,7 @@ def check_against_reference(
     count, counted = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32, device=device)
     bound.store(key, value, want, slots, nonfinite=count)
     store_of(bound.layout, vendor)(key.to(device), value.to(device), got.data, slots.to(device), counted)
-    found = differences(got, want, bound.layout)
-    # interpreted, the order of sums is the CPU's: it may move coordinates that lie on a threshold
-    if device == "cpu":
-        codes = sum(found.pop(name, 0) for name in ("key_data", "value_data"))
-        assert codes <= 8, "bytes of codes"
-    assert found == {}
+    assert differences(got, want, bound.layout) == {}
     assert torch.equal(counted.cpu(), count)
 
 

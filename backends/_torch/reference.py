@@ -62,6 +62,11 @@ def _tree_sum(x: torch.Tensor) -> torch.Tensor:
     return x[..., 0]
 
 
+def _root(x: torch.Tensor) -> torch.Tensor:
+    """Correctly rounded square root; torch's own is off by a unit in the last place on some CPUs in fp32."""
+    return x.double().sqrt().to(x.dtype)
+
+
 def _sketch(x: torch.Tensor) -> torch.Tensor:
     """S x over the last dimension [..., D], each row's products added pairwise in a fixed order."""
     d = x.shape[-1]
@@ -158,7 +163,7 @@ class ReferenceOps:
         fields = {"key_data": pack(codes, bits), "key_norm": write_fp16(norm)}
         if self.preset.sketch:
             residual = y - _constant("centroids", key.shape[-1], bits, self.math, key.device)[codes.long()]
-            length = _tree_sum(residual * residual).sqrt()
+            length = _root(_tree_sum(residual * residual))
             fields["key_signs"] = pack(_sketch(residual) >= 0, 1)
             fields["key_residual"] = write_fp16((norm * length).clamp(max=FP16_MAX))
         return fields
@@ -171,7 +176,7 @@ class ReferenceOps:
         k = x.to(self.math)
         shrink = torch.where(k.abs().amax(-1) > BIG, SHRINK, 1.0).to(self.math)  # exact, keeps squares finite
         scaled = k * shrink[..., None]
-        norm = _tree_sum(scaled * scaled).sqrt()  # [T, Hk], of the scaled vector
+        norm = _root(_tree_sum(scaled * scaled))  # [T, Hk], of the scaled vector
         y = rotate(scaled / (norm + KEY_EPS * shrink)[..., None])
         codes = torch.bucketize(y, _constant("midpoints", d, bits, self.math, x.device), right=True)
         norm = norm / shrink
@@ -181,7 +186,7 @@ class ReferenceOps:
 
     def _centroid_norm(self, codes: torch.Tensor, d: int, bits: int) -> torch.Tensor:
         c = _constant("centroids", d, bits, self.math, codes.device)[codes.long()]
-        return (_tree_sum(c * c) + CENTROID_EPS).sqrt()
+        return _root(_tree_sum(c * c) + CENTROID_EPS)
 
     def _encode_value(self, value: torch.Tensor, bad: torch.Tensor) -> dict[str, torch.Tensor]:
         if self.preset.rotated_values:

@@ -28,6 +28,7 @@ from .schedule import ALONE_BATCHES, schedule_size
 from .store import Store
 from .tile import (
     GROUP,
+    MAX_ALIGNMENT,
     KeyTile,
     ValueTile,
     alignment,
@@ -37,6 +38,14 @@ from .tile import (
     query_matrix,
 )
 from .workspace import Workspace, default_workspace
+
+try:
+    from . import wide
+except (
+    ImportError,
+    AttributeError,
+):  # this Triton's Gluon is missing or another one: decode.py serves all columns
+    wide = None
 
 __all__ = ["AosOps", "DecodePlan", "SoaOps", "TritonOps", "tuned"]
 
@@ -205,6 +214,7 @@ class DecodePlan:
         if base["int8_keys"] and not preset.fp8_keys and not corrects_norm(layout):
             # one plane is better than a bf16 codebook, but not than an fp16 one
             self.planes = 1 if layer.dtype == "bf16" else 2
+        self.wide = wide is not None and base["wide"] and self._fits_wide(cache_alignment)
         width = base["key_width"] * (2 if self.planes else 1)
         unpack = preset.fp8_keys and self.kind == "cuda" and target.fp8_format == "e4m3fn"
         self.matrix, factor = query_matrix(
@@ -257,6 +267,27 @@ class DecodePlan:
             "TARGET": self.kind,
         }
 
+    def _fits_wide(self, cache_alignment: int) -> bool:
+        """Whether wide.py can serve this layer: what it takes for granted, see there."""
+        layout, target = self.layout, self.decision.target
+        if self.kind != "cuda" or target.arch != "sm_90" or self.planes != 1:
+            return False
+        if (self.key.bits, self.key.dim, self.value.bits, self.value.dim) != (4, wide.HEAD_SIZE) * 2:
+            return False
+        rows = all(
+            alignment(layout, name, cache_alignment) == MAX_ALIGNMENT for name in ("key_data", "value_data")
+        )
+        pairs = all(
+            layout.place(name).token_stride == 2 and not numbers[0] % 4 and not numbers[2] % 4
+            for name in ("key_norm", "value_scale", "value_zero")
+            for numbers in [self._field(name, 2)]
+        )
+        return rows and pairs
+
+    def is_wide(self, columns: int) -> bool:
+        """Whether wide.py has the tiles of ``columns`` columns."""
+        return self.wide and columns == wide.COLUMNS
+
     def tuned(self, columns: int, multi: bool = False) -> Mapping[str, Any]:
         """Tile and split choices for a kernel of ``columns`` columns. multi: for several query tokens of a sequence,
         on which only ``alone`` may depend."""
@@ -291,6 +322,8 @@ class DecodePlan:
         """Columns of a tile: a power of two, at least the narrow side of the target's matrix instruction."""
         least = 8 if self.decision.target.vendor == "nvidia" else 16
         wanted = triton.next_power_of_2(self.layer.gqa_ratio * max_query_len)
+        if self.wide and wanted >= wide.COLUMNS:
+            return int(wide.COLUMNS)
         return max(least, min(self.tuned(0)["columns"], wanted))
 
     def column_tiles(self, max_query_len: int) -> int:
@@ -336,6 +369,10 @@ class DecodePlan:
         cut = cut and batch > 0
         return {"ALONE": batch > 0, "MOST": MAX_SPLITS if cut else 0, "AT_ONCE": batch if cut else 0}
 
+    def decode_kernel(self, columns: int) -> Any:
+        """The kernel for tiles of ``columns`` columns."""
+        return wide.wide_kernel if self.is_wide(columns) else decode_kernel
+
     def decode_constants(
         self,
         columns: int,
@@ -348,7 +385,7 @@ class DecodePlan:
         """Constexprs and options of the decode kernel. cut: its programs are the pieces of a batch. alone: see
         :meth:`alone_for`."""
         choice = self.tuned(columns)
-        return {
+        constants = {
             **self.constants,
             "N": columns,
             "T": choice["tokens"],
@@ -360,6 +397,12 @@ class DecodePlan:
             "CLASSES": choice["classes"] if cut else 1,
             **self._alone(alone, cut),
             "STRETCH": self.stretch if alone else 1.0,
+        }
+        if self.is_wide(columns):
+            assert choice["tokens"] == wide.TOKENS and choice["num_warps"] == wide.WARPS and not alone
+            constants = {name: constants[name] for name in constants if name in wide.wide_kernel.arg_names}
+        return {
+            **constants,
             **({"launch_pdl": True} if self.pdl else {}),
             "num_warps": choice["num_warps"],
             "num_stages": choice["num_stages"],
@@ -380,17 +423,21 @@ class DecodePlan:
         alone: int = 0,
         columns: int = 0,
     ) -> dict[str, Any]:
-        """Constexprs and options of the reduce kernel. alone: see :meth:`alone_for`; if the batch is cut, of tiles of
-        ``columns`` columns."""
+        """Constexprs and options of the reduce kernel. alone: see :meth:`alone_for`. columns: of decode's tiles."""
         alone = alone if cut else 0
+        value, paired = self.constants["VALUE"], self.paired
+        if self.is_wide(columns):  # partial results in the order of the dims
+            dims = ValueTile(self.value.bits, wide.HEAD_SIZE, 1, wide.HEAD_SIZE, 1, 0, MAX_ALIGNMENT)
+            assert dims.part_words(False) == self.part_words
+            value, paired = dims.constants, False
         _, chunk, parts, warps = next(join for join in _JOINS if splits <= join[0])
         return {
             "HQ": self.layer.num_heads,
             "DV": self.layout.value_head_size,
-            "VALUE": self.constants["VALUE"],
+            "VALUE": value,
             "RW": self.part_words,
             "RW2": triton.next_power_of_2(self.part_words),
-            "PAIRED": self.paired,
+            "PAIRED": paired,
             "CHUNK": chunk,
             "PARTS": parts,
             "MULTI": multi,
@@ -704,12 +751,14 @@ class TritonOps:
             for write in some_lse:
                 if direct:
                     constants = plan.decode_constants(columns, multi, True, write, alone=most)
-                    compiled.append(self._compile(decode_kernel, constants, queries | {"out_ptr": dtype}))
+                    compiled.append(
+                        self._compile(plan.decode_kernel(columns), constants, queries | {"out_ptr": dtype})
+                    )
                 else:
                     constants = plan.decode_constants(columns, multi, False, False, alone=most)
-                    compiled.append(self._compile(decode_kernel, constants, queries | PARTIAL))
+                    compiled.append(self._compile(plan.decode_kernel(columns), constants, queries | PARTIAL))
                     for splits in _joined(most_splits):
-                        constants = plan.reduce_constants(multi, write, splits)
+                        constants = plan.reduce_constants(multi, write, splits, columns=columns)
                         compiled.append(self._compile(reduce_kernel, constants, JOINED | {"out_ptr": dtype}))
         for columns, multi, most in sorted(cuts):
             if not most:
@@ -718,7 +767,7 @@ class TritonOps:
                     compiled.append(self._compile(prepare_kernel, constants, {"query_ptr": dtype}))
             constants = plan.decode_constants(columns, multi, False, False, cut=True, alone=most)
             queries = {"query_ptr": dtype} if most else {}
-            compiled.append(self._compile(decode_kernel, constants, queries | PARTIAL))
+            compiled.append(self._compile(plan.decode_kernel(columns), constants, queries | PARTIAL))
             for write, splits in itertools.product(some_lse, _joined(most_pieces)):
                 constants = plan.reduce_constants(multi, write, splits, True, most, columns)
                 compiled.append(self._compile(reduce_kernel, constants, JOINED | {"out_ptr": dtype}))
@@ -781,7 +830,7 @@ class TritonOps:
         together = _ROWS_PER_PREPARE if early and not cut else plan.together(rows, _compute_units(device))
         reduce = None
         classes = choice["classes"]
-        wide = plan.programs(1, max_query_len)
+        heads = plan.programs(1, max_query_len)
         if not direct:
             constants = plan.reduce_constants(not single, not no_lse, splits, cut, alone, columns)
             reduce = Kernel(reduce_kernel, (rows, constants["PARTS"], 1), constants)
@@ -794,8 +843,8 @@ class TritonOps:
                 plan.prepare_constants(together, early, cut, columns),
             ),
             decode=Kernel(
-                decode_kernel,
-                (wide, -(-pieces // classes) * classes, 1) if cut else (wide, splits, batch),
+                plan.decode_kernel(columns),
+                (heads, -(-pieces // classes) * classes, 1) if cut else (heads, splits, batch),
                 plan.decode_constants(columns, not single, direct, not no_lse, cut, alone),
             ),
             reduce=reduce,

@@ -29,6 +29,7 @@ from .device import FP8_SCALE, pair_order
 
 __all__ = [
     "GROUP",
+    "MAX_ALIGNMENT",
     "ByteTable",
     "CentroidTable",
     "KeyTile",
@@ -46,6 +47,7 @@ GROUP = 16
 
 KEY_LANES = 4
 MAX_ALIGNMENT = 16
+"""Bytes: the widest vector."""
 WORD = 4
 CODES = 8  # 3-bit or 4-bit codes in a unit
 

@@ -14,18 +14,27 @@ from hypothesis import strategies as st
 from tests.cases import layer_spec
 from turboquant_rocm import Decision, get_preset, make_layout
 from turboquant_rocm.backends._triton.ops import MAX_SPLITS, DecodePlan
+from turboquant_rocm.backends._triton.tile import ValueTile
 from turboquant_rocm.target import get_target
 
 UNITS = 132
 
 
 def _plan(
-    arch: str = "sm_90", group: int = 8, preset: str = "4bit_nc", head_size: int = 128, **tuning: Any
+    arch: str = "sm_90",
+    group: int = 8,
+    preset: str = "4bit_nc",
+    head_size: int = 128,
+    dtype: str = "bf16",
+    layout: str = "soa",
+    cache_alignment: int = 16,
+    **tuning: Any,
 ) -> DecodePlan:
-    layer, target = layer_spec(head_size, 8, group, "bf16"), get_target(arch)
-    decision = Decision(layer, target, get_preset(preset), 16, "triton_soa", "soa")
-    layout = make_layout("soa", preset, head_size, 8, 16)
-    return DecodePlan(decision, layout, kind="hip" if target.vendor == "amd" else "cuda", tuning=tuning)
+    layer, target = layer_spec(head_size, 8, group, dtype), get_target(arch)
+    decision = Decision(layer, target, get_preset(preset), 16, f"triton_{layout}", layout)
+    kind = "hip" if target.vendor == "amd" else "cuda"
+    made = make_layout(layout, preset, head_size, 8, 16)
+    return DecodePlan(decision, made, cache_alignment=cache_alignment, kind=kind, tuning=tuning)
 
 
 def _programs(plan: DecodePlan, batch: int, splits: int, length: int) -> int:
@@ -132,7 +141,7 @@ def test_long_pieces_are_halved_and_differ_in_size():
 
 def test_batches_of_several_query_tokens_are_cut():
     """Two column tiles of 16 for four query tokens and eight heads, so half as many pieces fill the device."""
-    plan = _plan()
+    plan = _plan(wide=False)
     assert plan.column_tiles(4) == 2 and plan.columns(4) == 16
     splits = plan.splits(8, 8192, 4, UNITS)
     assert splits == plan.tuned(16)["programs_per_cu"] * UNITS // (8 * 8 * 2)
@@ -151,3 +160,31 @@ def test_decode_of_a_cut_batch_waits_where_a_second_wave_would_begin():
     assert plan.early_cut(full - 1, 1, UNITS)
     assert not plan.early_cut(full, 1, UNITS)
     assert plan.early_cut(full + 1, 1, UNITS)  # there are two waves anyway
+
+
+def test_when_32_columns_are_one_tile():
+    """Where wide.py says it works, from 32 columns on, and nowhere else."""
+    plan = _plan()
+    assert [plan.columns(queries) for queries in (1, 2, 3, 4, 5, 16)] == [8, 16, 32, 32, 32, 32]
+    assert [plan.column_tiles(queries) for queries in (4, 5, 8, 9)] == [1, 2, 2, 3]
+    assert plan.is_wide(32) and not plan.is_wide(16)
+    assert plan.decode_kernel(32) is not plan.decode_kernel(16)
+    assert _plan(group=32).is_wide(_plan(group=32).columns(1))
+    others = (
+        _plan("sm_80"), _plan("gfx942"), _plan(preset="k3v4_nc"), _plan(preset="k8v4"), _plan(head_size=64),
+        _plan(head_size=256), _plan(wide=False), _plan(int8_keys=False), _plan(dtype="fp16"), _plan(layout="aos"),
+        _plan(cache_alignment=2), _plan("sm_80", wide=True),
+    )  # fmt: skip
+    assert [(p.wide, p.columns(4), p.decode_kernel(16).__name__) for p in others] == [
+        (False, p.tuned(0)["columns"], "decode_kernel") for p in others
+    ]
+
+
+def test_partial_results_of_both_kernels_have_one_size():
+    """Scratch memory is laid out once for a plan; reduce is told in which order the numbers are."""
+    plan = _plan()
+    for columns, paired, dims in ((16, True, plan.value.dims()), (32, False, list(range(128)))):
+        constants = plan.reduce_constants(True, False, 8, columns=columns)
+        bits, lanes, unit, units, vec, *_ = constants["VALUE"]
+        assert constants["PAIRED"] is paired and constants["RW"] == 64
+        assert ValueTile(bits, 128, lanes, unit, units, vec, 16).dims() == dims

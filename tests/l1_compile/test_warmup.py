@@ -88,6 +88,35 @@ def test_decode_launches_only_what_was_compiled(kernels_of, layout, preset, wind
     assert keys <= warm, f"not compiled by warm-up: {sorted(keys - warm)}"
 
 
+@pytest.mark.parametrize("group", [4, 8, 16, 32])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_of_32_columns_as_well(group, sinks, keys, monkeypatch):
+    """On sm_90, where some query counts take the one kernel and some the other."""
+    monkeypatch.setattr(ops, "target_kind", lambda vendor: "cuda")
+    monkeypatch.setattr(ops, "_compute_units", lambda device: 132)
+    layer = layer_spec(128, 2, group, "bf16", sinks=sinks)
+    decision = Decision(layer, get_target("sm_90"), get_preset("4bit_nc"), 16, "triton_soa", "soa")
+    bound = bind(decision, checks="off")
+    cache, blocks, most = bound.allocate(4, "cpu"), 256, 9
+    bound.warmup(80, blocks * 16, most, device="cpu")
+    warm = set(keys)
+    keys.clear()
+    rng = random.Random(0)
+    for _ in range(80):
+        batch, width, count = rng.randint(1, 80), rng.randint(1, blocks), rng.randint(1, most)
+        starts = None if rng.random() < 0.3 else torch.arange(batch + 1, dtype=torch.int32) * count
+        rows = batch if starts is None else batch * count
+        memory = torch.zeros(rows * 2 * group * 128 + 8, dtype=torch.bfloat16)
+        query = memory[memory.data_ptr() % 16 // 2 :][: rows * 2 * group * 128].view(rows, 2 * group, 128)
+        bound.decode(
+            query, cache, torch.zeros(batch, width, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32), starts,
+            max_query_len=count, return_lse=rng.random() < 0.5, sinks=torch.zeros(2 * group) if sinks else None,
+        )  # fmt: skip
+    assert {name for name, _, _ in keys} >= {"prepare_kernel", "wide_kernel", "reduce_kernel"}
+    assert ("decode_kernel" in {name for name, _, _ in keys}) == (group < 32)
+    assert keys <= warm, f"not compiled by warm-up: {sorted(keys - warm)}"
+
+
 @pytest.mark.parametrize("group", [1, 3, 5, 16])
 @pytest.mark.parametrize(
     ("kernels_of", "preset"),
