@@ -175,7 +175,7 @@ def build(arch: str, spec: Spec) -> Built:
             spec.block_size,
             slot_stride=layout.slot_bytes + spec.padding,
         )
-    tuning = {"wide": False} if spec.narrow else {}
+    tuning = {"wide_from": 0} if spec.narrow else {}
     plan = DecodePlan(decision, layout, kind="hip" if target.vendor == "amd" else "cuda", tuning=tuning)
     multi, columns = spec.queries > 1, plan.columns(spec.queries)
     alone = 0 if spec.prepared else plan.alone_for(columns, multi, spec.batch, spec.cut)

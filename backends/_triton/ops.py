@@ -185,6 +185,7 @@ class DecodePlan:
         self.decision = decision
         self.tuning = dict(tuning or {})
         self._choices: dict[tuple[int, bool], Mapping[str, Any]] = {}
+        self.wide_from = 0
         self.key = KeyTile.of(
             preset.key_bits, layout.head_size, 4, alignment(layout, "key_data", cache_alignment)
         )
@@ -214,7 +215,7 @@ class DecodePlan:
         if base["int8_keys"] and not preset.fp8_keys and not corrects_norm(layout):
             # one plane is better than a bf16 codebook, but not than an fp16 one
             self.planes = 1 if layer.dtype == "bf16" else 2
-        self.wide = wide is not None and base["wide"] and self._fits_wide(cache_alignment)
+        self.wide_from = base["wide_from"] if wide is not None and self._fits_wide(cache_alignment) else 0
         width = base["key_width"] * (2 if self.planes else 1)
         unpack = preset.fp8_keys and self.kind == "cuda" and target.fp8_format == "e4m3fn"
         self.matrix, factor = query_matrix(
@@ -286,7 +287,7 @@ class DecodePlan:
 
     def is_wide(self, columns: int) -> bool:
         """Whether wide.py has the tiles of ``columns`` columns."""
-        return self.wide and columns == wide.COLUMNS
+        return 0 < self.wide_from <= columns and columns in wide.COLUMNS
 
     def tuned(self, columns: int, multi: bool = False) -> Mapping[str, Any]:
         """Tile and split choices for a kernel of ``columns`` columns. multi: for several query tokens of a sequence,
@@ -303,13 +304,17 @@ class DecodePlan:
             columns=columns,
             compiler=COMPILER,
             multi=multi,
+            wide=self.is_wide(columns),
         )
         if target.vendor == "nvidia":
             values |= {"key_width": OPERAND_WIDTH, "token_runs": OPERAND_WIDTH}
         if self.kind == "portable":  # interpreted: nothing to hide, and every operation costs Python time
             values["prefetch"] = False
-        self._choices[columns, multi] = values | self.tuning
-        return self._choices[columns, multi]
+        choice = values | self.tuning
+        if self.is_wide(columns):  # no choices there
+            choice |= {"tokens": wide.TOKENS, "num_warps": wide.WARPS, "alone": False}
+        self._choices[columns, multi] = choice
+        return choice
 
     def _field(self, name: str, size: int) -> tuple[int, int, int, int]:
         """(base, token stride, head stride, block stride) of a field, bytes; all of them multiples of ``size``."""
@@ -322,9 +327,8 @@ class DecodePlan:
         """Columns of a tile: a power of two, at least the narrow side of the target's matrix instruction."""
         least = 8 if self.decision.target.vendor == "nvidia" else 16
         wanted = triton.next_power_of_2(self.layer.gqa_ratio * max_query_len)
-        if self.wide and wanted >= wide.COLUMNS:
-            return int(wide.COLUMNS)
-        return max(least, min(self.tuned(0)["columns"], wanted))
+        most = max(self.tuned(0)["columns"], max(wide.COLUMNS) if self.wide_from else 0)
+        return max(least, min(most, wanted))
 
     def column_tiles(self, max_query_len: int) -> int:
         """Column tiles of a KV head."""
@@ -399,7 +403,6 @@ class DecodePlan:
             "STRETCH": self.stretch if alone else 1.0,
         }
         if self.is_wide(columns):
-            assert choice["tokens"] == wide.TOKENS and choice["num_warps"] == wide.WARPS and not alone
             constants = {name: constants[name] for name in constants if name in wide.wide_kernel.arg_names}
         return {
             **constants,

@@ -1,9 +1,9 @@
-"""Paged decode of 32 columns by a group of four warps, in Gluon: decode.py's work where one warp cannot hold a tile.
+"""Paged decode of 16 or 32 columns by a group of four warps, in Gluon: decode.py's work where a warp is short of room.
 
-For several query tokens (speculative decoding) or many query heads of a KV head. decode.py would take them 16 columns
-at a time and decode every key and value once for each; here they are decoded once for 32. It is for NVIDIA's sm_90, for
-4-bit keys and values of head size 128 whose rows begin at multiples of 16 bytes and whose norms need no correction
-(DecodePlan.wide says so); decode.py serves everything else and everywhere else.
+For several query tokens (speculative decoding) or many query heads of a KV head. decode.py takes at most 16 columns at
+a time and decodes every key and value once for each 16; here they are decoded once for 32. It is for NVIDIA's sm_90,
+for 4-bit keys and values of head size 128 whose rows begin at multiples of 16 bytes and whose norms need no correction
+(DecodePlan.wide_from says so); decode.py serves everything else and everywhere else.
 
 Work, splits, pieces and partial results are decode.py's, but that partial results are in the order of the dims.
 
@@ -52,7 +52,8 @@ __all__ = ["COLUMNS", "HEAD_SIZE", "TOKENS", "WARPS", "wide_kernel"]
 
 TOKENS = 64
 """Of a tile."""
-COLUMNS = 32
+COLUMNS = (16, 32)
+"""That a tile may have."""
 HEAD_SIZE = 128
 WARPS = 4
 
@@ -491,9 +492,9 @@ def wide_kernel(
     head = gl.program_id(0) % HK
     first_column = (gl.program_id(0) // HK) * N
     first_query = first_column // G
-    if PDL:  # prepare wrote the queries and the schedule
-        gdc_wait()
     if CUT:
+        if PDL:  # prepare wrote the schedule
+            gdc_wait()
         part = piece_taken(gl.program_id(1), gl.num_programs(1), CLASSES)
         if CLASSES > 1:
             if part >= pieces:
@@ -513,6 +514,8 @@ def wide_kernel(
         query_base = sequence
         query_len = 1
     if first_query >= query_len:
+        if PDL and not CUT:
+            gdc_wait()  # a kernel that waits for this one has waited for prepare
         return
 
     column = first_column + gl.arange(0, N, COLUMN)
@@ -550,6 +553,8 @@ def wide_kernel(
         where = row.to(gl.int32) * splits + part
     if not DIRECT:
         if tile_low >= tile_high:
+            if PDL and not CUT:
+                gdc_wait()
             gl.store(lse_ptr + 2 * where.to(gl.int64), float("-inf"), live)
             return
     some = tile_low < tile_high
@@ -596,6 +601,8 @@ def wide_kernel(
         table_ptr, gl.minimum(first_token + 2 * _T, last_token), last_group, some, BLOCK_SIZE
     )
 
+    if PDL and not CUT:  # up to here nothing depends on the kernel before this one; it wrote the queries
+        gdc_wait()
     # ---- queries, in the order in which _key_operand has the codes; lower comes from prepare.py in that of code bytes
     READ: gl.constexpr = _read_layout(N)
     query_column = first_column + gl.arange(0, N, gl.SliceLayout(1, READ))

@@ -141,7 +141,7 @@ def test_long_pieces_are_halved_and_differ_in_size():
 
 def test_batches_of_several_query_tokens_are_cut():
     """Two column tiles of 16 for four query tokens and eight heads, so half as many pieces fill the device."""
-    plan = _plan(wide=False)
+    plan = _plan(wide_from=0)
     assert plan.column_tiles(4) == 2 and plan.columns(4) == 16
     splits = plan.splits(8, 8192, 4, UNITS)
     assert splits == plan.tuned(16)["programs_per_cu"] * UNITS // (8 * 8 * 2)
@@ -168,15 +168,16 @@ def test_when_32_columns_are_one_tile():
     assert [plan.columns(queries) for queries in (1, 2, 3, 4, 5, 16)] == [8, 16, 32, 32, 32, 32]
     assert [plan.column_tiles(queries) for queries in (4, 5, 8, 9)] == [1, 2, 2, 3]
     assert plan.is_wide(32) and not plan.is_wide(16)
+    assert _plan(wide_from=16).is_wide(16) and not _plan(wide_from=16).is_wide(8)
     assert plan.decode_kernel(32) is not plan.decode_kernel(16)
     assert _plan(group=32).is_wide(_plan(group=32).columns(1))
     others = (
         _plan("sm_80"), _plan("gfx942"), _plan(preset="k3v4_nc"), _plan(preset="k8v4"), _plan(head_size=64),
-        _plan(head_size=256), _plan(wide=False), _plan(int8_keys=False), _plan(dtype="fp16"), _plan(layout="aos"),
-        _plan(cache_alignment=2), _plan("sm_80", wide=True),
+        _plan(head_size=256), _plan(wide_from=0), _plan(int8_keys=False), _plan(dtype="fp16"), _plan(layout="aos"),
+        _plan(cache_alignment=2), _plan("sm_80", wide_from=16),
     )  # fmt: skip
-    assert [(p.wide, p.columns(4), p.decode_kernel(16).__name__) for p in others] == [
-        (False, p.tuned(0)["columns"], "decode_kernel") for p in others
+    assert [(p.wide_from, p.columns(4), p.decode_kernel(16).__name__) for p in others] == [
+        (0, p.tuned(0)["columns"], "decode_kernel") for p in others
     ]
 
 

@@ -1,4 +1,4 @@
-"""Decode of 32 columns at a time (backends/_triton/wide.py) on a GPU that it is for: random cases against the bar of
+"""Decode of 16 and 32 columns by four warps (backends/_triton/wide.py) on a GPU that it is for: random cases against the bar of
 tests/decode_checks.py, and beside the kernel that serves 16 columns, which is its fallback."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def test_random_cases(config, target):
     @given(case=cases(config))
     def inner(case: Case) -> None:
         nonlocal ran, wide
-        setup = set_up(config, case, "cuda", target)
+        setup = set_up(config, case, "cuda", target, tuning={"wide_from": 16})
         setup.bound.checks = "shapes"
         out, lse = decode(setup, case)
         compare(setup, config, case, out, lse)
@@ -67,11 +67,11 @@ def test_random_cases(config, target):
 
     inner()
     assert ran >= EXAMPLES - 2
-    assert wide >= ran // 2, "cases of few columns take the other kernel, but not most"
+    assert wide >= ran // 3, "cases of few columns take the other kernel, but not most"
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_beside_the_kernel_of_16_columns(config, target):
+def test_beside_the_other_kernel(config, target):
     """The same numbers but for rounding, and both right, over many tiles and pieces of all kinds."""
     rng = random.Random(2)
     lens = tuple(rng.choice((0, 40, 64, 65, 700, 3000, 4097)) for _ in range(7))
@@ -85,7 +85,7 @@ def test_beside_the_kernel_of_16_columns(config, target):
         )  # fmt: skip
         found = []
         for wide in (True, False):
-            setup = set_up(config, case, "cuda", target, tuning={"wide": wide})
+            setup = set_up(config, case, "cuda", target, tuning={"wide_from": 16 * wide})
             setup.bound.checks = "shapes"
             assert _is_wide(config, setup) == wide
             out, lse = decode(setup, case)
