@@ -1,5 +1,5 @@
-"""Decode of 16 and 32 columns by four warps (backends/_triton/wide.py) on a GPU that it is for: random cases against the bar of
-tests/decode_checks.py, and beside the kernel that serves 16 columns, which is its fallback."""
+"""Decode of 16 and 32 columns by four warps (backends/_triton/wide.py) on a GPU that it is for: random cases against
+the bar of tests/decode_checks.py, and beside the kernel that is its fallback."""
 
 from __future__ import annotations
 
