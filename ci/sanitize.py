@@ -60,7 +60,7 @@ def cases(only: int | None = None) -> int:
             )[i]
             some.append((config, case))
     wide = Config("4bit_nc", "soa", 128, 3, 4, 48, sinks=True, window=True, most_queries=8)
-    some.append((wide, Case((3, 65, 200, 8), (8, 0, 8, 7), window=100, splits=1)))
+    some.append((wide, Case((0, 65, 200, 8), (8, 0, 8, 7), window=100, splits=1)))
     some.append((replace(wide, window=False), Case((8, 65, 200, 330), (8,) * 4, splits=3, cut=True)))
     for number, (config, case) in enumerate(some):
         if only is not None and only != number:

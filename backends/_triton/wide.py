@@ -591,14 +591,16 @@ def wide_kernel(
     _copy_rows(base + within * VALUE_DATA[1], value_at, values.index(0), 8, _VALUE_COPY)
     _copy_fields(base + within * 2, field_at, fields.index(0))
     async_copy.commit_group()
-    pages, within = _pages(table_ptr, gl.minimum(first_token + _T, last_token), last_group, some, BLOCK_SIZE)
+    pages, within = _pages(
+        table_ptr, gl.maximum(gl.minimum(first_token + _T, last_token), 0), last_group, some, BLOCK_SIZE
+    )
     base = cache_ptr + pages.to(gl.int64) * KEY_DATA[3]
     _copy_rows(base + within * KEY_DATA[1], key_at, keys.index(1), 4, _KEY_COPY)
     _copy_rows(base + within * VALUE_DATA[1], value_at, values.index(1), 8, _VALUE_COPY)
     _copy_fields(base + within * 2, field_at, fields.index(1))
     async_copy.commit_group()
     pages, within = _pages(
-        table_ptr, gl.minimum(first_token + 2 * _T, last_token), last_group, some, BLOCK_SIZE
+        table_ptr, gl.maximum(gl.minimum(first_token + 2 * _T, last_token), 0), last_group, some, BLOCK_SIZE
     )
 
     if PDL and not CUT:  # up to here nothing depends on the kernel before this one; it wrote the queries

@@ -672,7 +672,13 @@ def test_every_bundled_tuned_file_loads():
                 section = load_tuned(arch, target.vendor, backend)["decode"]
                 for compiler in ("3.6", "3.9"):
                     assert choices(
-                        section, preset="k8v4", head_size=64, columns=8, compiler=compiler, multi=True
+                        section,
+                        preset="k8v4",
+                        head_size=64,
+                        columns=8,
+                        compiler=compiler,
+                        multi=True,
+                        wide=False,
                     )
     with pytest.raises(SpecError, match="sm_90"):
         load_tuned("sm_90", "nvidia", "torch_reference")
@@ -780,7 +786,14 @@ def test_what_tune_writes_is_what_the_loader_reads():
     made = render(with_override(before, "decode", when, {"tokens": 64}, source), header_of(text))
     assert made.startswith(header_of(text)) and "# tokens:" in header_of(text)
     section = parse_tuned(parse_yaml(made, "new"), "new")["decode"]
-    facts = {"preset": "4bit_nc", "head_size": 128, "columns": 8, "compiler": "3.6", "multi": False}
+    facts = {
+        "preset": "4bit_nc",
+        "head_size": 128,
+        "columns": 8,
+        "compiler": "3.6",
+        "multi": False,
+        "wide": False,
+    }
     old = choices(parse_tuned(before, "old")["decode"], **facts)
     assert choices(section, **facts) == {**old, "tokens": 64}
     other = {**facts, "columns": 16}

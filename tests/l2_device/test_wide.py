@@ -98,6 +98,14 @@ def test_beside_the_other_kernel(config, target):
         assert float((lse_a - lse_b)[seen].abs().max()) < 1e-3
 
 
+@pytest.mark.parametrize("block_size", [48, 64, 528])
+def test_sequences_without_a_key(block_size, target):
+    """Nothing lies before the cache: what the first tiles of an empty sequence read is masked, or its first block."""
+    config = _config(8, block_size, 4)
+    for _ in range(20):
+        check(config, Case((0, 0, 3, 0), (4, 4, 2, 1), splits=1), "cuda", target)
+
+
 def test_long_context(target):
     """Biases of the matrix units show here: outputs shrink as the square root of the length."""
     check(_config(8, 16, 4), Case((20000, 4097), (4, 4), scale=0.02), "cuda", target)

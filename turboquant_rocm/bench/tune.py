@@ -27,16 +27,17 @@ def _path(arch: str, backend: str) -> Path:
     return Path(str(resources.files("turboquant_rocm.configs").joinpath("tuned", arch, f"{backend}.yaml")))
 
 
-def _groups(harness: Harness, jobs: Sequence[Job]) -> dict[tuple[str, str, int, int], list[Job]]:
-    """Jobs by (backend, preset, head size, columns of a tile)."""
-    found: dict[tuple[str, str, int, int], list[Job]] = {}
+def _groups(harness: Harness, jobs: Sequence[Job]) -> dict[tuple[str, str, int, int, bool], list[Job]]:
+    """Jobs by (backend, preset, head size, columns of a tile, whether it is wide.py's)."""
+    found: dict[tuple[str, str, int, int, bool], list[Job]] = {}
     for job in jobs:
         decision = harness.decide(job)
         plan = getattr(bind(decision, checks="off").ops, "plan", None)
         if plan is None or not hasattr(plan, "columns"):
             raise SpecError("--backend", decision.backend, "a backend with tile choices, such as triton_soa")
         columns = int(plan.columns(job.case.query_len))
-        key = (decision.backend, job.case.preset, job.case.head_size, columns)
+        wide = bool(plan.is_wide(columns))
+        key = (decision.backend, job.case.preset, job.case.head_size, columns, wide)
         found.setdefault(key, []).append(job)
     return found
 
@@ -55,9 +56,9 @@ def tune(
 
     target, written = harness.target, {}
     documents: dict[Path, tuple[dict[str, Any], str]] = {}
-    for (backend, preset, head_size, columns), group in _groups(harness, jobs).items():
+    for (backend, preset, head_size, columns, wide), group in _groups(harness, jobs).items():
         name = get_preset(preset).name.removeprefix("turboquant_")
-        facts = {"preset": name, "head_size": head_size, "columns": columns}
+        facts = {"preset": name, "head_size": head_size, "columns": columns, "wide": wide}
         path = _path(target.arch, backend)
         if path not in documents:
             like = (
