@@ -117,6 +117,9 @@ class Kernel:
     every argument to find or compile a specialisation (some 60 us); later ones launch what it found. That is right
     because nothing that a specialisation depends on may change from call to call: integers are never specialised,
     and dtypes and the alignment of pointers are part of the key under which the owner keeps a Kernel.
+
+    Later ones pass addresses, not tensors: the launcher would ask each tensor for its address, and the driver whether
+    that is one.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, int, int], constants: Mapping[str, Any]) -> None:
@@ -128,10 +131,14 @@ class Kernel:
             name for name in kernel.arg_names if name in constants
         ], "constants follow the arguments"
         self._launch: Any = None
+        self._pointers = tuple(i for i, name in enumerate(kernel.arg_names) if name.endswith("_ptr"))
 
     def __call__(self, *args: Any) -> None:
         if self._launch is not None:
-            self._launch(*args, *self._tail)
+            values = list(args)
+            for i in self._pointers:
+                values[i] = values[i].data_ptr()
+            self._launch(*values, *self._tail)
             return
         compiled = self._kernel[self.grid](*args, **self._constants)
         if compiled is not None:  # None: interpreted

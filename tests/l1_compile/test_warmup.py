@@ -88,6 +88,31 @@ def test_decode_launches_only_what_was_compiled(kernels_of, layout, preset, wind
     assert keys <= warm, f"not compiled by warm-up: {sorted(keys - warm)}"
 
 
+def test_later_launches_are_given_addresses(keys, monkeypatch):
+    """Where a tensor stood, its address, and all else as in the first launch."""
+    seen = []
+    monkeypatch.setattr(Compiled, "__getitem__", lambda self, grid: lambda *args: seen.append(args))
+    layer = layer_spec(64, 2, 4, "bf16")
+    decision = Decision(layer, get_target("gfx942"), get_preset("4bit_nc"), 16, "triton_soa", "soa")
+    bound = bind(decision, checks="off")
+    cache = bound.allocate(4, "cpu")
+    lens, table = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 40, dtype=torch.int32)
+    query, out = torch.zeros(2, 8, 64, dtype=torch.bfloat16), torch.zeros(2, 8, 64, dtype=torch.bfloat16)
+    for _ in range(3):
+        bound.decode(query, cache, table, lens, out=out)
+    (launch,) = bound.ops._launches.values()
+    kernels = [k for k in (launch.prepare, launch.decode, launch.reduce) if k is not None]
+    assert len(seen) == 2 * len(kernels) and seen[: len(kernels)] == seen[len(kernels) :]
+    for kernel, args in zip(kernels, seen, strict=False):
+        names = kernel._kernel.arg_names
+        given = dict(zip(names, args, strict=True))
+        assert all(type(given[name]) is int for name in names if name.endswith("_ptr"))
+        assert not any(isinstance(value, torch.Tensor) for value in args)
+        wanted = {"cache_ptr": cache.data, "table_ptr": table, "seq_lens_ptr": lens}
+        assert all(given[name] == wanted[name].data_ptr() for name in set(wanted) & set(names))
+    assert seen[0][0] == query.data_ptr() or seen[1][0] == query.data_ptr()
+
+
 @pytest.mark.parametrize("group", [4, 8, 16, 32])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_of_32_columns_as_well(group, sinks, keys, monkeypatch):
