@@ -77,6 +77,7 @@ from .device import (
     halves,
     nibble_order,
     nibbles,
+    power_of_2,
     quarters,
     read_words,
     spread3,
@@ -86,7 +87,7 @@ from .device import (
     value_words,
 )
 from .queries import read_alone, rotate_alone
-from .schedule import piece_alone, piece_of, piece_range, piece_taken, visible_tiles
+from .schedule import piece_alone, piece_of, piece_taken, tiles_taken, tokens_seen
 
 __all__ = ["decode_kernel"]
 
@@ -633,14 +634,6 @@ def _value_operand(
 
 
 @triton.jit
-def _power_of_2(
-    exponent,  # int32, -126 to 127
-):
-    """2^exponent, fp32."""
-    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _sum_tokens(
     x,  # [T, N] fp32
     T: tl.constexpr,
@@ -1029,6 +1022,7 @@ def decode_kernel(
         part = split
         sequence = tl.program_id(2)
         seq_len = tl.load(seq_lens_ptr + sequence)
+        tiles_per_split = 0  # follows from what the columns see
     if MULTI:
         query_base = tl.load(query_start_ptr + sequence)
         query_len = tl.load(query_start_ptr + sequence + 1) - query_base
@@ -1048,23 +1042,25 @@ def decode_kernel(
     high = seq_len - query_len + query + 1  # [N] past the last key of each column
     high = tl.where(live, high, 0)
     last_query = tl.minimum((first_column + N - 1) // G, query_len - 1)
-    end = tl.maximum(seq_len - query_len + last_query + 1, 0)
-    begin = 0
-    if WINDOW:
-        begin = tl.maximum(seq_len - query_len + first_query + 1 - window, 0)
-    start = begin // 16 * 16
-    last_group = tl.maximum(end - 1, 0) // 16 * 16
-
-    tiles = (tl.maximum(end - start, 0) + T - 1) // T
-    if CUT:
-        # what the last query sees: the others may see fewer tiles at the end, or one more in front
-        of_sequence = visible_tiles(seq_len, window, T, WINDOW)
-        seen = tiles if MULTI else of_sequence
-        tile_low, tile_high = piece_range(split, part, tiles_per_split, of_sequence, seen, skew, CLASSES)
-    else:
-        tiles_per_split = tl.maximum((tiles + splits - 1) // splits, min_tiles)
-        tile_low = split * tiles_per_split
-        tile_high = tl.minimum(tile_low + tiles_per_split, tiles)
+    begin, end, start, last_group, tiles = tokens_seen(
+        seq_len, query_len, first_query, last_query, window, T, WINDOW
+    )
+    tile_low, tile_high = tiles_taken(
+        split,
+        part,
+        splits,
+        tiles_per_split,
+        min_tiles,
+        seq_len,
+        tiles,
+        window,
+        skew,
+        T,
+        MULTI,
+        WINDOW,
+        CUT,
+        CLASSES,
+    )
     if not DIRECT:
         if tile_low >= tile_high:
             if PDL and not CUT and not ALONE:
@@ -1291,8 +1287,8 @@ def decode_kernel(
         v_middle = v_zero + v_scale * MIDDLE  # what code MIDDLE stands for
         offset = offset * alpha[None, :] + _sum_tokens(p * v_middle[:, None], T, N, LANE_FIRST)
         new_scale_top = tl.maximum(scale_top, tile_top)
-        p16 = (p * (v_scale * _power_of_2(-new_scale_top + (_P_LOG2 + 14)))[:, None]).to(tl.float16)
-        shrink = alpha * _power_of_2(scale_top - new_scale_top)
+        p16 = (p * (v_scale * power_of_2(-new_scale_top + (_P_LOG2 + 14)))[:, None]).to(tl.float16)
+        shrink = alpha * power_of_2(scale_top - new_scale_top)
         scale_top = new_scale_top
 
         if BARE_VALUES:
@@ -1329,7 +1325,7 @@ def decode_kernel(
         norm_out = 1.0 / total_weight
     norm_out = tl.where(seen, norm_out, 0.0)
     lse = tl.where(seen, lse, float("-inf"))
-    back = norm_out * _power_of_2(scale_top - (_P_LOG2 + 14))
+    back = norm_out * power_of_2(scale_top - (_P_LOG2 + 14))
     shift = total_offset * norm_out
 
     r = tl.arange(0, ROWS)

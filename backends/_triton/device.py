@@ -41,6 +41,7 @@ __all__ = [
     "nibble_order",
     "nibbles",
     "pair_order",
+    "power_of_2",
     "quarters",
     "read_words",
     "spread3",
@@ -163,6 +164,14 @@ def fp16_range(
     biased = tl.maximum(largest >> 23, _LEAST_EXPONENT)
     up = ((-biased + (254 + TOP)) << 23).to(tl.float32, bitcast=True)
     return up, ((biased - TOP) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def power_of_2(
+    exponent,  # int32, -126 to 127
+):
+    """2^exponent, fp32."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit

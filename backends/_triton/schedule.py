@@ -41,6 +41,8 @@ __all__ = [
     "pieces_alone",
     "pieces_of",
     "schedule_size",
+    "tiles_taken",
+    "tokens_seen",
     "visible_tiles",
 ]
 
@@ -138,6 +140,58 @@ def piece_range(
         high += share * (_lead(piece + 1, skew, CLASSES) - base) >> 6
     high = tl.where((number + 1) * share >= tiles, seen, high)  # the last one
     return low, tl.minimum(high, seen)
+
+
+@triton.jit
+def tokens_seen(
+    seq_len,
+    query_len,
+    first_query,  # of the columns of a tile
+    last_query,
+    window,
+    T: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """What the columns of a tile see: (first token, past the last one, where tiles begin, first token of the last group
+    of 16, tiles)."""
+    end = tl.maximum(seq_len - query_len + last_query + 1, 0)
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(seq_len - query_len + first_query + 1 - window, 0)
+    start = begin // 16 * 16
+    last_group = tl.maximum(end - 1, 0) // 16 * 16
+    tiles = (tl.maximum(end - start, 0) + T - 1) // T
+    return begin, end, start, last_group, tiles
+
+
+@triton.jit
+def tiles_taken(
+    split,  # or the number of the piece in its sequence
+    part,  # split or piece
+    splits,
+    share,  # tiles to a piece, if CUT
+    min_tiles,  # to a split, if not
+    seq_len,
+    tiles,  # that the columns see
+    window,
+    skew,
+    T: tl.constexpr,
+    MULTI: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CUT: tl.constexpr,
+    CLASSES: tl.constexpr,
+):
+    """(first tile, past the last tile) of a program, counted from the first that its columns see."""
+    if CUT:
+        # what the last query sees: the others may see fewer tiles at the end, or one more in front
+        of_sequence = visible_tiles(seq_len, window, T, WINDOW)
+        seen = tiles if MULTI else of_sequence
+        low, high = piece_range(split, part, share, of_sequence, seen, skew, CLASSES)
+    else:
+        each = tl.maximum((tiles + splits - 1) // splits, min_tiles)
+        low = split * each
+        high = tl.minimum(low + each, tiles)
+    return low, high
 
 
 @triton.jit

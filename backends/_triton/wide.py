@@ -45,8 +45,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .device import fp16_range, gdc_launch_dependents, gdc_wait
-from .schedule import piece_of, piece_range, piece_taken, visible_tiles
+from .device import fp16_range, gdc_launch_dependents, gdc_wait, nibbles, power_of_2, quarters
+from .schedule import piece_of, piece_taken, tiles_taken, tokens_seen
 
 __all__ = ["COLUMNS", "HEAD_SIZE", "TOKENS", "WARPS", "wide_kernel"]
 
@@ -257,26 +257,6 @@ def _words(
 
 
 @gluon.jit
-def _code_bytes(
-    word,  # int32: eight 4-bit codes
-):
-    """The codes as bytes: those with even places, then those with odd ones (device.nibbles)."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .b32 moved;
-        shr.u32 moved, $2, 4;
-        and.b32 $0, $2, 0x0F0F0F0F;
-        and.b32 $1, moved, 0x0F0F0F0F;
-        }""",
-        "=r,=r,r",
-        [word],
-        dtype=(gl.int32, gl.int32),
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
 def _fine_bytes(
     word,  # int32: eight 4-bit codes
     t0,  # bytes 0 to 3 of a table of sixteen, all below 128
@@ -307,20 +287,12 @@ def _fine_bytes(
 
 
 @gluon.jit
-def _quarters(
-    word,  # int32
-):
-    """The four int8 numbers of a word. No instruction."""
-    return word.to(gl.int8), (word >> 8).to(gl.int8), (word >> 16).to(gl.int8), (word >> 24).to(gl.int8)
-
-
-@gluon.jit
 def _unit(
     words,  # two tiles of _WORDS: the eight bytes of eight codes
 ):
     """[groups, 16, 4, byte bit 1, byte bit 0, word]."""
-    a0, a1, a2, a3 = _quarters(words[0])
-    b0, b1, b2, b3 = _quarters(words[1])
+    a0, a1, a2, a3 = quarters(words[0])
+    b0, b1, b2, b3 = quarters(words[1])
     return gl.join(
         gl.join(gl.join(a0, a2), gl.join(a1, a3)),
         gl.join(gl.join(b0, b2), gl.join(b1, b3)),
@@ -385,14 +357,6 @@ def _half(
     return gl.inline_asm_elementwise(
         "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2
     )
-
-
-@gluon.jit
-def _power_of_2(
-    exponent,  # int32, -126 to 127
-):
-    """2^exponent, fp32."""
-    return ((exponent + 127) << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -507,6 +471,7 @@ def wide_kernel(
         part = split
         sequence = gl.program_id(2)
         seq_len = gl.load(seq_lens_ptr + sequence)
+        tiles_per_split = 0  # follows from what the columns see
     if MULTI:
         query_base = gl.load(query_start_ptr + sequence)
         query_len = gl.load(query_start_ptr + sequence + 1) - query_base
@@ -525,24 +490,29 @@ def wide_kernel(
     row = (query_base + query).to(gl.int64) * HQ + q_head
     high = gl.where(live, seq_len - query_len + query + 1, 0)  # [N] past the last key of each column
     last_query = gl.minimum((first_column + N - 1) // G, query_len - 1)
-    end = gl.maximum(seq_len - query_len + last_query + 1, 0)
-    begin = 0
+    begin, end, start, last_group, tiles = tokens_seen(
+        seq_len, query_len, first_query, last_query, window, _T, WINDOW
+    )
     whole_low = 0  # every column sees the tokens from here to whole_high
     whole_high = gl.maximum(seq_len - query_len + first_query + 1, 0)
     if WINDOW:
-        begin = gl.maximum(seq_len - query_len + first_query + 1 - window, 0)
         whole_low = gl.maximum(seq_len - query_len + last_query + 1 - window, 0)
-    start = begin // 16 * 16
-    last_group = gl.maximum(end - 1, 0) // 16 * 16
-    tiles = (gl.maximum(end - start, 0) + _T - 1) // _T
-    if CUT:
-        of_sequence = visible_tiles(seq_len, window, _T, WINDOW)
-        seen = tiles if MULTI else of_sequence
-        tile_low, tile_high = piece_range(split, part, tiles_per_split, of_sequence, seen, skew, CLASSES)
-    else:
-        tiles_per_split = gl.maximum((tiles + splits - 1) // splits, min_tiles)
-        tile_low = split * tiles_per_split
-        tile_high = gl.minimum(tile_low + tiles_per_split, tiles)
+    tile_low, tile_high = tiles_taken(
+        split,
+        part,
+        splits,
+        tiles_per_split,
+        min_tiles,
+        seq_len,
+        tiles,
+        window,
+        skew,
+        _T,
+        MULTI,
+        WINDOW,
+        CUT,
+        CLASSES,
+    )
     if DIRECT:
         where = row.to(gl.int32)
     elif CUT and MULTI:
@@ -664,7 +634,9 @@ def wide_kernel(
         by_upper = gl.zeros((_T, N), gl.int32, SCORES)
         rest = gl.zeros((_T, N), gl.int32, SCORES)  # 1 / BASE of these: lower * coarse, upper * fine
         rest = warpgroup_mma(fine, upper.permute((1, 0)), rest, is_async=True)
-        codes = _key_operand(_code_bytes(w0), _code_bytes(w1), _code_bytes(w2), _code_bytes(w3), KEYS)
+        codes = _key_operand(
+            nibbles(w0, "cuda"), nibbles(w1, "cuda"), nibbles(w2, "cuda"), nibbles(w3, "cuda"), KEYS
+        )
         by_upper = warpgroup_mma(codes, coarse.permute((1, 0)), by_upper, is_async=True)
         rest = warpgroup_mma(codes, lower.permute((1, 0)), rest, is_async=True)
         by_upper, rest = warpgroup_mma_wait(0, deps=(by_upper, rest))
@@ -723,11 +695,11 @@ def wide_kernel(
             weight *= for_sums
             offset *= for_sums
             shrink = gl.convert_layout(alpha, OUT_COLUMN, assert_trivial=True)
-            acc *= (shrink * _power_of_2(scale_top - new_top))[None, :]
+            acc *= (shrink * power_of_2(scale_top - new_top))[None, :]
             reference = new_reference
             scale_top = new_top
         p = gl.exp2(scores * norm[:, None] - reference[None, :])
-        weights.store(_half(p * (v_scale * _power_of_2(-scale_top + (_P_LOG2 + 14)))[:, None]))
+        weights.store(_half(p * (v_scale * power_of_2(-scale_top + (_P_LOG2 + 14)))[:, None]))
         weight += _thread_sum(p, N)
         offset += _thread_sum(p * (v_zero + v_scale * 8.0)[:, None], N)
         fence_async_shared()
@@ -756,7 +728,7 @@ def wide_kernel(
     norm_out = gl.where(seen, norm_out, 0.0)
     lse = gl.where(seen, lse, float("-inf"))
     back = gl.convert_layout(
-        norm_out * _power_of_2(scale_top - (_P_LOG2 + 14)), OUT_COLUMN, assert_trivial=True
+        norm_out * power_of_2(scale_top - (_P_LOG2 + 14)), OUT_COLUMN, assert_trivial=True
     )
     shift = gl.convert_layout(total_offset * norm_out, OUT_COLUMN, assert_trivial=True)
     result = acc * back[None, :] + shift[None, :]
