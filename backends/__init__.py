@@ -110,7 +110,8 @@ class Backend:
     never chosen, and reports show where it would be (docs/adr/0003-planned-backends.md). max_splits: most partial
     results per query row and head that decode keeps in its workspace (0: it needs none). min_splits: those that it
     keeps of every row even where programs fill the device without (0: none), because it cuts batches by their lengths
-    and says in the workspace how. max_columns: most (query token, head) pairs of a KV head that one program serves.
+    and says in the workspace how. max_columns: most (query token, head) pairs of a KV head that one program serves;
+    where fewer than 16 programs share a compute unit, each may serve as many times more.
     rel_tol: largest relative L2 error of decode against the
     fp64 oracle over the dequantised cache that is accepted, per query dtype.
     """

@@ -334,8 +334,10 @@ class DecodePlan:
         """Columns of a tile: a power of two, at least the narrow side of the target's matrix instruction."""
         least = 8 if self.decision.target.vendor == "nvidia" else 16
         wanted = triton.next_power_of_2(self.layer.gqa_ratio * max_query_len)
-        most = max(self.tuned(0)["columns"], max(wide.COLUMNS) if self.wide_from else 0)
-        return max(least, min(most, wanted))
+        of_wide = [n for n in wide.COLUMNS if n >= self.wide_from] if self.wide_from else []
+        if of_wide and wanted >= min(of_wide):
+            return int(min(wanted, max(of_wide)))
+        return max(least, min(self.tuned(0)["columns"], wanted))
 
     def column_tiles(self, max_query_len: int) -> int:
         """Column tiles of a KV head."""

@@ -3,7 +3,7 @@
 For several query tokens (speculative decoding) or many query heads of a KV head. decode.py takes at most 16 columns at
 a time and decodes every key and value once for each 16; here they are decoded once for 32. It is for NVIDIA's sm_90,
 for 4-bit keys and values of head size 128 whose rows begin at multiples of 16 bytes and whose norms need no correction
-(DecodePlan.wide_from says so); decode.py serves everything else and everywhere else.
+and whose queries are bf16 (DecodePlan.wide_from says so); decode.py serves everything else and everywhere else.
 
 Work, splits, pieces and partial results are decode.py's, but that partial results are in the order of the dims.
 
@@ -22,15 +22,15 @@ Tile: T = 64 tokens, four groups of 16, N columns. Who owns what:
   transposed matrices of halfwords. So a register has four codes of two tokens, and a mask makes an operand of it.
 
 What moves when. Everything of a tile is copied to shared memory two tiles ahead (three stages), page ids are read one
-tile before that. A tile has three barriers: its codes are there; whether any warp wants
-another reference; P is there.
+tile before that. A tile has three barriers: its codes are there; whether any warp wants another reference; P is there.
 
 The reference. P = exp2(S - reference), and fp16(P * value scale * r) as in decode.py, with a reference and an r that
-are only moved where a score exceeds the reference by 2^SLACK or more, or a scale is larger than all before it. That is
-rare after the first tile, and nothing is scaled or exchanged otherwise.
+are only moved where P would exceed 2^SLACK, or a scale is too large. That is rare after the first tile, and nothing is
+scaled or exchanged otherwise. It costs three of the bits by which fp16 reaches below the largest scale: those of values
+are to lie within 2^21 of each other where all weigh the same.
 
 Budget of a warp and tile, N = 32: 96 instructions for keys, 8 for reading and 76 for values, 12 + 8 products, 12 for a
-column's two scores, 60 for reads and addresses: 480, of which 200 are the integer pipe's. 168 registers: three groups
+column's two scores, 60 for reads and addresses: 484, of which 200 are the integer pipe's. 168 registers: three groups
 to a multiprocessor.
 """
 
@@ -62,8 +62,8 @@ _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_
 
 _LOG2E = gl.constexpr(1.4426950408889634)
 _LN2 = gl.constexpr(0.6931471805599453)
-_SLACK = gl.constexpr(6.0)  # log2 of how far P may exceed 1
-_P_LOG2 = gl.constexpr(8)  # log2 of where fp16(P * scale * r) ends for P = 1
+_SLACK = gl.constexpr(4.0)  # log2 of how far P may exceed 1
+_P_LOG2 = gl.constexpr(12)  # log2 of where fp16(P * scale * r) ends for P = 1; 2^_SLACK times that fits
 _PART_TOP = gl.constexpr(14)  # log2 of where the largest number of a partial result begins
 _LOWEST = gl.constexpr(-1e30)  # a reference before there is one
 _T = gl.constexpr(TOKENS)
@@ -648,7 +648,7 @@ def wide_kernel(
         v_scale = _rows(scale_now, ROW)
         v_zero = _rows(zero_now, ROW)
         top = gl.maximum((scale_now >> 10) & 31, (scale_now >> 26) & 31)  # exponents of scales
-        if SOFT_CAP:  # cap * tanh(s / cap), then base 2; 0 for tokens that no column sees is 0 again
+        if SOFT_CAP:  # cap * tanh(s / cap), then base 2; of tokens that no column sees anything
             grown = gl.exp2(scores * norm[:, None] * ((1.0 / soft_cap) * (2.0 * _LOG2E)))
             scores = (1.0 - 2.0 / (1.0 + grown)) * (soft_cap * _LOG2E)
             norm = gl.full((_T,), 1.0, gl.float32, ROW)
@@ -661,8 +661,9 @@ def wide_kernel(
             visible = position[:, None] < past[None, :]
             if WINDOW:
                 visible &= position[:, None] >= (past - window)[None, :]
-            scores = gl.where(visible, scores, float("-inf"))
-            norm = gl.where(inside, norm, 1.0)
+            # with the norm before the mask: one that is 0 would make a number that is none of minus infinity
+            scores = gl.where(visible, scores * norm[:, None], float("-inf"))
+            norm = gl.full((_T,), 1.0, gl.float32, ROW)
             v_scale = gl.where(inside, v_scale, 0.0)
             v_zero = gl.where(inside, v_zero, 0.0)
             even = token + 16 * gl.arange(0, _GROUPS, gl.SliceLayout(1, _PAIRS))[:, None]

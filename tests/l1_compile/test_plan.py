@@ -170,6 +170,12 @@ def test_when_32_columns_are_one_tile():
     assert plan.is_wide(32) and not plan.is_wide(16)
     assert _plan(wide_from=16).is_wide(16) and not _plan(wide_from=16).is_wide(8)
     assert plan.decode_kernel(32) is not plan.decode_kernel(16)
+    for plan in (
+        _plan(wide_from=64),
+        _plan(wide_from=64, columns=8),
+        _plan(columns=8),
+    ):  # no tile that no kernel has
+        assert all(plan.is_wide(n) or n <= plan.tuned(0)["columns"] for n in map(plan.columns, range(1, 20)))
     assert _plan(group=32).is_wide(_plan(group=32).columns(1))
     others = (
         _plan("sm_80"), _plan("gfx942"), _plan(preset="k3v4_nc"), _plan(preset="k8v4"), _plan(head_size=64),

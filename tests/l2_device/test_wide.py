@@ -129,6 +129,23 @@ def test_scores_that_grow_and_scales_that_grow(target):
     compare(setup, config, case, out, lse)
 
 
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("window", [None, 10])
+def test_keys_of_length_zero_at_the_edge(window, splits, target):
+    """One query token sees such a key, another does not: its norm of 0 meets a mask of minus infinity."""
+    config = _config(8, 16, 4, window=window is not None)
+    case = Case((70, 90), (4, 4), window=window, splits=splits)
+    setup = set_up(config, case, "cuda", target)
+    setup.bound.checks = "shapes"
+    nothing = torch.zeros(1, 2, 128, dtype=torch.bfloat16, device="cuda")
+    for b, length in enumerate(case.lens):
+        for token in (length - 1, length - 2, length - 12, length - 13):
+            slot = setup.table[b, token // 16].long() * 16 + token % 16
+            setup.bound.store(nothing, nothing + 1.5, setup.cache, slot[None])
+    out, lse = decode(setup, case)
+    compare(setup, config, case, out, lse)
+
+
 def test_bad_queries_stay_with_their_own_head(target):
     """NaN and infinity in one head of one token; all others as they would be."""
     config, case = _config(8, 16, 4), Case((700, 90), (4, 4), splits=3)

@@ -21,6 +21,8 @@ from .search import MIN_GAIN, Measured, Trial, header_of, parse_space, render, s
 __all__ = ["tune"]
 
 _KERNEL = "decode"
+_FIXED_IF_WIDE = ("tokens", "num_warps", "prefetch", "alone")
+"""What is no choice for tiles of four warps."""
 
 
 def _path(arch: str, backend: str) -> Path:
@@ -70,6 +72,8 @@ def tune(
         tuned = load_tuned(target.arch, target.vendor, backend)[_KERNEL]
         start = choices(tuned, **facts, compiler=COMPILER, multi=False)
         space = parse_space(data, _KERNEL, sorted(start), source)
+        if wide:
+            space = {name: values for name, values in space.items() if name not in _FIXED_IF_WIDE}
 
         def measure(values: Mapping[str, Any], group: list[Job] = group) -> Measured:
             times = []
@@ -80,7 +84,7 @@ def tune(
                 times.append(row.graph.us)
             return times, ""
 
-        where = f"{name} D={head_size} columns {columns}"
+        where = f"{name} D={head_size} columns {columns}{' by four warps' if wide else ''}"
 
         def show(trial: Trial, start: Mapping[str, Any] = start, where: str = where) -> None:
             changed = {k: v for k, v in trial.values.items() if v != start[k]}
