@@ -69,15 +69,15 @@ SOURCE = [
     _s("accumulator not rescaled", "decode", "acc[u] * shrink[None, :]", "acc[u]", options=LONG),
     _s("weight not rescaled", "decode", "weight * alpha[None, :] +", "weight +", options=LONG),
     _s("zero points not rescaled", "decode", "offset * alpha[None, :] +", "offset +", options=LONG),
-    _s("value scale not rescaled", "decode", "shrink = alpha * _power_of_2(scale_top - new_scale_top)",
+    _s("value scale not rescaled", "decode", "shrink = alpha * power_of_2(scale_top - new_scale_top)",
        "shrink = alpha * 1.0", arch="gfx950", options={**LONG, "growing": True}),
     _s("key norm left out", "decode", "scores = scores * norm[:, None]", "scores = scores * 1.0"),
     _s("zero point left out", "decode", "total_offset = tl.sum(offset, axis=0)",
        "total_offset = tl.sum(offset * 0.0, axis=0)"),
     _s("wrong KV head", "decode", "head = tl.program_id(0) % HK", "head = tl.program_id(0) * 0"),
     _s("wrong query head", "decode", "q_head = head * G + column % G", "q_head = column % G"),
-    _s("last tile dropped", "decode", "tile_high = tl.minimum(tile_low + tiles_per_split, tiles)",
-       "tile_high = tl.minimum(tile_low + tiles_per_split, tiles - 1)"),
+    _s("last tile dropped", "schedule", "high = tl.minimum(low + each, tiles)",
+       "high = tl.minimum(low + each, tiles - 1)"),
     _s("splits overlap", "decode", "token = start + tile_low * T", "token = start + tl.maximum(tile_low - 1, 0) * T"),
     _s("norm correction left out", "decode", "norm = norm * tl.rsqrt(total + _CENTROID_EPS)", "norm = norm * 1.0",
        layout="aos"),
@@ -116,7 +116,7 @@ SOURCE = [
        "(part.to(tl.int64) * most_queries) * HQ + q_head", options={**CUT, "queries": 3}),
     _s("query of another sequence", "reduce", "first_piece, splits = pieces_of(schedule_ptr, sequence, pieces)",
        "first_piece, splits = pieces_of(schedule_ptr, sequence * 0, pieces)", options={**CUT, "queries": 3}),
-    _s("tiles of the last query for all", "decode", "seen = tiles if MULTI else of_sequence", "seen = of_sequence",
+    _s("tiles of the last query for all", "schedule", "seen = tiles if MULTI else of_sequence", "seen = of_sequence",
        options={"lens": (200, 5, 64), "cut": True, "queries": 3, "window": 24}),
     _s("order of dims", "reduce", "lane = r % VALUE[1]", "lane = (r + 1) % VALUE[1]"),
     _s("query scale doubled", "prepare", "tl.store(scale_ptr + row, up, inside)",
@@ -152,17 +152,30 @@ def mutated_source(m: Source) -> str:
     return text[:i] + m.new + text[i + len(m.old) :]
 
 
-def mutated_module(m: Source, folder: Path) -> Any:
-    """The module with the change, importable beside the original."""
-    path = folder / f"{m.module}_mutant.py"
-    path.write_text(mutated_source(m))
-    name = f"{ops.__package__}.{m.module}_mutant_{abs(hash(m.name))}"
-    spec = importlib.util.spec_from_file_location(name, path)
+def _imported(text: str, name: str, folder: Path) -> Any:
+    """A module with this text, importable beside the originals."""
+    path = folder / f"{name}.py"
+    path.write_text(text)
+    full = f"{ops.__package__}.{name}"
+    spec = importlib.util.spec_from_file_location(full, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    sys.modules[full] = module
     spec.loader.exec_module(module)
+    return module
+
+
+def mutated_module(m: Source, folder: Path) -> Any:
+    """The module with the change; of schedule.py, which has no kernel, the decode module that uses it."""
+    name = f"{m.module}_mutant_{abs(hash(m.name))}"
+    module = _imported(mutated_source(m), name, folder)
+    if m.module == "schedule":
+        text = (SOURCES / "decode.py").read_text()
+        assert "from .schedule import" in text
+        module = _imported(
+            text.replace("from .schedule import", f"from .{name} import"), f"decode_{name}", folder
+        )
     return module
 
 
@@ -191,7 +204,7 @@ def test_source_mutant_is_killed(m: Source, tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setattr(p.bound.ops, "_dequantize", module.Dequantize(p.bound.layout, "amd"))
         by = killed_by(p, m.arch, "dequantize")
     else:
-        kernel = f"{m.module}_kernel"
+        kernel = "decode_kernel" if m.module == "schedule" else f"{m.module}_kernel"
         monkeypatch.setattr(ops, kernel, getattr(module, kernel))
         by = killed_by(p, m.arch, "decode")
     assert by, f"{m} survived"
