@@ -41,11 +41,8 @@ from .workspace import Workspace, default_workspace
 
 try:
     from . import wide
-except (
-    ImportError,
-    AttributeError,
-):  # this Triton's Gluon is missing or another one: decode.py serves all columns
-    wide = None
+except (ImportError, AttributeError):
+    wide = None  # this Triton's Gluon is missing or another one: decode.py serves all columns
 
 __all__ = ["AosOps", "DecodePlan", "SoaOps", "TritonOps", "tuned"]
 
@@ -285,11 +282,8 @@ class DecodePlan:
         rows = all(
             alignment(layout, name, cache_alignment) == MAX_ALIGNMENT for name in ("key_data", "value_data")
         )
-        pairs = all(
-            layout.place(name).token_stride == 2 and not numbers[0] % 4 and not numbers[2] % 4
-            for name in ("key_norm", "value_scale", "value_zero")
-            for numbers in [self._field(name, 2)]
-        )
+        fields = [self._field(name, 2) for name in ("key_norm", "value_scale", "value_zero")]
+        pairs = all(token == 2 and not base % 4 and not head % 4 for base, token, head, _ in fields)
         return rows and pairs
 
     def is_wide(self, columns: int) -> bool:

@@ -201,6 +201,29 @@ def _copy_fields(
 
 
 @gluon.jit
+def _send(
+    cache_ptr,
+    pages,  # [groups]
+    within,  # [groups] number of the first token in its block
+    key_at,  # what a lane copies, bytes from the first token of a group in its block
+    value_at,
+    field_at,
+    keys,  # shared memory, [stages, ...]
+    values,
+    fields,
+    stage,
+    KEY_DATA: gl.constexpr,
+    VALUE_DATA: gl.constexpr,
+):
+    """Send for everything of a tile, as one group of copies."""
+    base = cache_ptr + pages.to(gl.int64) * KEY_DATA[3]
+    _copy_rows(base + within * KEY_DATA[1], key_at, keys.index(stage), 4, _KEY_COPY)
+    _copy_rows(base + within * VALUE_DATA[1], value_at, values.index(stage), 8, _VALUE_COPY)
+    _copy_fields(base + within * 2, field_at, fields.index(stage))
+    async_copy.commit_group()
+
+
+@gluon.jit
 def _fields(
     read,  # [32 pairs, 4] int32 of _FIELDS
 ):
@@ -556,19 +579,11 @@ def wide_kernel(
 
     # ---- the first two tiles
     pages, within = _pages(table_ptr, first_token, last_group, some, BLOCK_SIZE)
-    base = cache_ptr + pages.to(gl.int64) * KEY_DATA[3]
-    _copy_rows(base + within * KEY_DATA[1], key_at, keys.index(0), 4, _KEY_COPY)
-    _copy_rows(base + within * VALUE_DATA[1], value_at, values.index(0), 8, _VALUE_COPY)
-    _copy_fields(base + within * 2, field_at, fields.index(0))
-    async_copy.commit_group()
+    _send(cache_ptr, pages, within, key_at, value_at, field_at, keys, values, fields, 0, KEY_DATA, VALUE_DATA)
     pages, within = _pages(
         table_ptr, gl.maximum(gl.minimum(first_token + _T, last_token), 0), last_group, some, BLOCK_SIZE
     )
-    base = cache_ptr + pages.to(gl.int64) * KEY_DATA[3]
-    _copy_rows(base + within * KEY_DATA[1], key_at, keys.index(1), 4, _KEY_COPY)
-    _copy_rows(base + within * VALUE_DATA[1], value_at, values.index(1), 8, _VALUE_COPY)
-    _copy_fields(base + within * 2, field_at, fields.index(1))
-    async_copy.commit_group()
+    _send(cache_ptr, pages, within, key_at, value_at, field_at, keys, values, fields, 1, KEY_DATA, VALUE_DATA)
     pages, within = _pages(
         table_ptr, gl.maximum(gl.minimum(first_token + 2 * _T, last_token), 0), last_group, some, BLOCK_SIZE
     )
@@ -679,11 +694,20 @@ def wide_kernel(
 
         # Codes of the tile after next, where all warps have read those of the tile before this one.
         free = gl.where(stage == 0, _STAGES - 1, stage - 1)
-        base = cache_ptr + pages.to(gl.int64) * KEY_DATA[3]
-        _copy_rows(base + within * KEY_DATA[1], key_at, keys.index(free), 4, _KEY_COPY)
-        _copy_rows(base + within * VALUE_DATA[1], value_at, values.index(free), 8, _VALUE_COPY)
-        _copy_fields(base + within * 2, field_at, fields.index(free))
-        async_copy.commit_group()
+        _send(
+            cache_ptr,
+            pages,
+            within,
+            key_at,
+            value_at,
+            field_at,
+            keys,
+            values,
+            fields,
+            free,
+            KEY_DATA,
+            VALUE_DATA,
+        )
         pages, within = _pages(
             table_ptr, gl.minimum(token + 3 * _T, last_token), last_group, True, BLOCK_SIZE
         )
