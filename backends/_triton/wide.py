@@ -57,6 +57,7 @@ COLUMNS = (16, 32)
 HEAD_SIZE = 128
 WARPS = 4
 
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 """What Triton 3.9 and 3.6 call it."""
 
@@ -129,6 +130,7 @@ _OF_ALL = gl.constexpr(gl.DistributedLinearLayout([[1], [2]], [[0]] * 5, [[0], [
 _GROUP = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, _WORDS.value)))  # [groups]
 _GROUP_ROWS = gl.constexpr(gl.SliceLayout(2, _WORDS.value))  # [groups, 16]
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_BY_FOURS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, [2, 1, 0]))
 
 
 @gluon.constexpr_function
@@ -140,6 +142,18 @@ def _sums_layout(N):
         [[8, 0], [16, 0]],
         [],
         [32, N],
+    )
+
+
+@gluon.constexpr_function
+def _thread_layout(N):
+    """[N / 16, 128 threads, 4]: what a thread keeps of its columns, in fours."""
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], *([1 << i, 0, 0] for i in range((N // 16).bit_length() - 1))],
+        [[0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0], [0, 16, 0]],
+        [[0, 32, 0], [0, 64, 0]],
+        [],
+        [N // 16, 128, 4],
     )
 
 
@@ -175,36 +189,47 @@ def _token(
 
 @gluon.jit
 def _copy_rows(
-    base,  # [groups] pointers to bytes, of blocks
-    at,  # [T, .] bytes from there
+    base,  # [groups, 8 pairs] pointers to bytes, of blocks
+    at,  # [T, .] bytes from there to the first token of a pair
     to,  # shared memory [T, .]
+    STRIDE: gl.constexpr,  # bytes to the other token
     WIDTH: gl.constexpr,  # elements of 16 bytes
     LAYOUT: gl.constexpr,
 ):
     """Send for a tile's rows of codes. Every lane copies 16 bytes at a time, from a multiple of 16."""
-    rows = gl.expand_dims(base, 1) + gl.zeros((_GROUPS, 16), gl.int32, _GROUP_ROWS)
-    rows = gl.convert_layout(gl.reshape(rows, (_T,)), gl.SliceLayout(1, LAYOUT), assert_trivial=True)
-    from_ptr = (rows[:, None] + at).to(gl.pointer_type(to.dtype))
+    rows = gl.reshape(gl.permute(gl.join(base, base), (0, 2, 1)), (_T,))
+    rows = gl.convert_layout(rows, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+    from_ptr = rows[:, None] + at
+    # last, so that it is part of the instruction and not another address
+    other = gl.arange(0, _T, gl.SliceLayout(1, LAYOUT)) // 8 % 2 * STRIDE
+    from_ptr = (from_ptr + other.to(gl.int64)[:, None]).to(gl.pointer_type(to.dtype))
     _copy(to, gl.max_contiguous(gl.multiple_of(from_ptr, [1, 16]), [1, WIDTH]))
 
 
 @gluon.jit
 def _copy_fields(
-    base,  # [groups] pointers to bytes, of the first token of each group in its block's meta region
+    base,  # [groups, 8 pairs] pointers to bytes, of the first token of each group in its block's meta region
     at,  # [groups, 8 pairs, 4] bytes from there
+    page_ptr,  # [groups, 8 pairs] pointers to page ids
     to,  # shared memory [32 pairs, 4] int32
+    SOME,  # there is a page id to read
 ):
-    """Send for a tile's norms, scales and zeros, a field of two neighbouring tokens to a lane."""
-    starts = gl.convert_layout(base, gl.SliceLayout(1, gl.SliceLayout(2, _THREADS)), assert_trivial=True)
-    from_ptr = (starts[:, None, None] + at).to(gl.pointer_type(gl.int32))
+    """Send for a tile's norms, scales and zeros, a field of two neighbouring tokens to a lane, and for page ids."""
+    starts = gl.convert_layout(base, gl.SliceLayout(2, _THREADS), assert_trivial=True)
+    from_ptr = (starts[:, :, None] + at).to(gl.pointer_type(gl.int32))
+    page_ptr = gl.convert_layout(page_ptr, gl.SliceLayout(2, _THREADS), assert_trivial=True)
+    field = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, _THREADS)))[None, None, :]
+    from_ptr = gl.where((field == 3) & SOME, page_ptr[:, :, None], from_ptr)
     _copy(to, gl.convert_layout(gl.reshape(from_ptr, (_T // 2, 4)), _FIELD_COPY, assert_trivial=True))
 
 
 @gluon.jit
 def _send(
     cache_ptr,
-    pages,  # [groups]
-    within,  # [groups] number of the first token in its block
+    pages,  # [groups, 8 pairs]
+    within,  # [groups, 1] number of the first token in its block
+    page_ptr,  # [groups, 8 pairs] where to find the page ids of the tile after next
+    some,  # there are such
     key_at,  # what a lane copies, bytes from the first token of a group in its block
     value_at,
     field_at,
@@ -217,9 +242,9 @@ def _send(
 ):
     """Send for everything of a tile, as one group of copies."""
     base = cache_ptr + pages.to(gl.int64) * KEY_DATA[3]
-    _copy_rows(base + within * KEY_DATA[1], key_at, keys.index(stage), 4, _KEY_COPY)
-    _copy_rows(base + within * VALUE_DATA[1], value_at, values.index(stage), 8, _VALUE_COPY)
-    _copy_fields(base + within * 2, field_at, fields.index(stage))
+    _copy_rows(base + within * KEY_DATA[1], key_at, keys.index(stage), KEY_DATA[1], 4, _KEY_COPY)
+    _copy_rows(base + within * VALUE_DATA[1], value_at, values.index(stage), VALUE_DATA[1], 8, _VALUE_COPY)
+    _copy_fields(base + within * 2, field_at, page_ptr, fields.index(stage), some)
     async_copy.commit_group()
 
 
@@ -227,14 +252,15 @@ def _send(
 def _fields(
     read,  # [32 pairs, 4] int32 of _FIELDS
 ):
-    """Norms, scales and zeros of pairs of tokens, [groups, 8] int32 each."""
+    """Norms, scales and zeros of pairs of tokens, and the page id, [groups, 8] int32 each."""
     even, odd = gl.split(gl.reshape(read, (4, 8, 2, 2)))
     norm, zero = gl.split(even)
-    scale, _ = gl.split(odd)
+    scale, page = gl.split(odd)
     return (
         gl.convert_layout(norm, _PAIRS, assert_trivial=True),
         gl.convert_layout(scale, _PAIRS, assert_trivial=True),
         gl.convert_layout(zero, _PAIRS, assert_trivial=True),
+        gl.convert_layout(page, _PAIRS, assert_trivial=True),
     )
 
 
@@ -251,16 +277,35 @@ def _rows(
 
 
 @gluon.jit
-def _pages(
-    table_ptr,
-    token,  # first of the tile
-    last_group,  # first token of the last group that may be read
-    some,  # there is a token
+def _groups(
+    token,  # first of a tile
+    last,  # [groups], first tokens of the last that may be read
+):
+    """First tokens of a tile's groups, [groups, 1]."""
+    return gl.expand_dims(gl.minimum(token + 16 * gl.arange(0, _GROUPS, gl.SliceLayout(1, _PAIRS)), last), 1)
+
+
+@gluon.jit
+def _within(
+    groups,  # [groups, 1]
     BLOCK_SIZE: gl.constexpr,
 ):
-    """Page ids of the groups of a tile and their first tokens' numbers in the block, [groups] each."""
-    group = gl.minimum(token + 16 * gl.arange(0, _GROUPS, _GROUP), last_group)
-    return gl.load(table_ptr + group // BLOCK_SIZE, some, 0), group % BLOCK_SIZE
+    """Numbers of their first tokens in their blocks."""
+    if BLOCK_SIZE == 16:
+        within = gl.zeros_like(groups)
+    else:
+        within = groups % BLOCK_SIZE
+    return within
+
+
+@gluon.jit
+def _page_ptr(
+    table_ptr,
+    groups,  # [groups, 1]
+    BLOCK_SIZE: gl.constexpr,
+):
+    """Where their page ids are, [groups, 8 pairs]."""
+    return table_ptr + (groups // BLOCK_SIZE + gl.zeros((_GROUPS, 8), gl.int32, _PAIRS))
 
 
 @gluon.jit
@@ -394,13 +439,37 @@ def _thread_max(
 
 
 @gluon.jit
-def _thread_sum(
+def _add_rows(
+    kept,  # [N / 16, 128 threads, 4], see _by_threads
     x,  # [T, N]
     N: gl.constexpr,
 ):
-    """Sums over the rows of each thread, [32, N]. No exchange."""
-    x = gl.reshape(gl.sum(gl.reshape(x, (4, 2, 8, N)), 1), (32, N))
-    return gl.convert_layout(x, _sums_layout(N), assert_trivial=True)
+    """``kept`` and the rows of each thread. No exchange."""
+    low, high = gl.split(gl.permute(gl.reshape(x, (4, 2, 8, N)), (0, 2, 3, 1)))
+    kept += _by_threads(gl.convert_layout(gl.reshape(low, (32, N)), _sums_layout(N), assert_trivial=True), N)
+    kept += _by_threads(gl.convert_layout(gl.reshape(high, (32, N)), _sums_layout(N), assert_trivial=True), N)
+    return kept
+
+
+@gluon.jit
+def _by_threads(
+    x,  # [32 threads of a column, N]
+    N: gl.constexpr,
+):
+    """[N / 16, 128 threads, 4]: columns 16 i + 2 c + (0, 1, 8, 9) of thread 4 g + c. No exchange."""
+    x = gl.reshape(x, (32, N // 16, 2, 4, 2))
+    x = gl.reshape(gl.permute(x, (1, 0, 3, 2, 4)), (N // 16, 128, 4))
+    return gl.convert_layout(x, _thread_layout(N), assert_trivial=True)
+
+
+@gluon.jit
+def _by_columns(
+    x,  # [N / 16, 128 threads, 4]
+    N: gl.constexpr,
+):
+    """[32 threads of a column, N], back from there."""
+    x = gl.reshape(x, (N // 16, 32, 4, 2, 2))
+    return gl.reshape(gl.permute(x, (1, 0, 3, 2, 4)), (32, N))
 
 
 _ARGUMENT_NAMES = (
@@ -475,6 +544,7 @@ def wide_kernel(
     COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
     OUT_COLUMN: gl.constexpr = gl.SliceLayout(0, OUT)
     SUMS: gl.constexpr = _sums_layout(N)
+    THREADS: gl.constexpr = _thread_layout(N)
 
     head = gl.program_id(0) % HK
     first_column = (gl.program_id(0) // HK) * N
@@ -554,10 +624,10 @@ def wide_kernel(
 
     # ---- where each lane's bytes are, from the start of a block; of the first token of a group
     key_row = gl.arange(0, _T, gl.SliceLayout(1, _KEY_COPY))
-    key_at = KEY_DATA[0] + head * KEY_DATA[2] + (_token(key_row) * KEY_DATA[1])[:, None]
+    key_at = KEY_DATA[0] + head * KEY_DATA[2] + (key_row % 8 * (2 * KEY_DATA[1]))[:, None]
     key_at += (gl.arange(0, 16, gl.SliceLayout(0, _KEY_COPY)) * 4)[None, :]
     value_row = gl.arange(0, _T, gl.SliceLayout(1, _VALUE_COPY))
-    value_at = VALUE_DATA[0] + head * VALUE_DATA[2] + (_token(value_row) * VALUE_DATA[1])[:, None]
+    value_at = VALUE_DATA[0] + head * VALUE_DATA[2] + (value_row % 8 * (2 * VALUE_DATA[1]))[:, None]
     value_at += (gl.arange(0, 32, gl.SliceLayout(0, _VALUE_COPY)) * 2)[None, :]
     field = gl.arange(
         0, 4, gl.SliceLayout(0, gl.SliceLayout(1, _THREADS))
@@ -578,15 +648,16 @@ def wide_kernel(
     last_token = start + (tile_high - 1) * _T  # of the last tile
 
     # ---- the first two tiles
-    pages, within = _pages(table_ptr, first_token, last_group, some, BLOCK_SIZE)
-    _send(cache_ptr, pages, within, key_at, value_at, field_at, keys, values, fields, 0, KEY_DATA, VALUE_DATA)
-    pages, within = _pages(
-        table_ptr, gl.maximum(gl.minimum(first_token + _T, last_token), 0), last_group, some, BLOCK_SIZE
-    )
-    _send(cache_ptr, pages, within, key_at, value_at, field_at, keys, values, fields, 1, KEY_DATA, VALUE_DATA)
-    pages, within = _pages(
-        table_ptr, gl.maximum(gl.minimum(first_token + 2 * _T, last_token), 0), last_group, some, BLOCK_SIZE
-    )
+    last = gl.minimum(last_token + 16 * gl.arange(0, _GROUPS, gl.SliceLayout(1, _PAIRS)), last_group)
+    for i in gl.static_range(2):
+        groups = _groups(first_token + i * _T, last)
+        pages = gl.load(_page_ptr(table_ptr, groups, BLOCK_SIZE), some, 0)
+        within = gl.where(some, _within(groups, BLOCK_SIZE), 0)
+        page_ptr = _page_ptr(table_ptr, _groups(first_token + (i + 2) * _T, last), BLOCK_SIZE)
+        _send(
+            cache_ptr, pages, within, page_ptr, some, key_at, value_at, field_at, keys, values, fields, i,
+            KEY_DATA, VALUE_DATA,
+        )  # fmt: skip
 
     if PDL and not CUT:  # up to here nothing depends on the kernel before this one; it wrote the queries
         gdc_wait()
@@ -623,6 +694,12 @@ def wide_kernel(
     column_where = gl.allocate_shared_memory(gl.int32, [N], _FLAT, gl.where(live, where, -1))
     weights = gl.allocate_shared_memory(gl.float16, [_T, N], gl.NVMMASharedLayout(2 * N, 16, 2))
     flags = gl.allocate_shared_memory(gl.int32, [4], _FLAT)
+    column_reference = gl.allocate_shared_memory(
+        gl.float32, [N], _FLAT, gl.full((N,), _LOWEST, gl.float32, COLUMN)
+    )
+    nothing = gl.zeros((N // 16, 128, 4), gl.float32, THREADS)
+    weight = nothing
+    offset = nothing
     table_lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, _WORDS)))
     t0 = gl.load(tables_ptr + table_lane)[None, None, :]
     t1 = gl.load(tables_ptr + 4 + table_lane)[None, None, :]
@@ -630,15 +707,17 @@ def wide_kernel(
     t3 = gl.load(tables_ptr + 12 + table_lane)[None, None, :]
 
     acc = gl.zeros((_D, N), gl.float32, OUT)
-    reference = gl.full((N,), _LOWEST, gl.float32, COLUMN)
     scale_top = gl.to_tensor(0)  # value scales are below 2^(scale_top - 14)
-    weight = gl.zeros((32, N), gl.float32, SUMS)  # sum of P
-    offset = gl.zeros((32, N), gl.float32, SUMS)  # sum of P * middle value
     stage = gl.to_tensor(0)
 
     for token in range(first_token, last_token + _T, _T):
         async_copy.wait_group(1)
         w0, w1, w2, w3 = _words(keys.index(stage).load(_KEY_COPY))
+        codes = _key_operand(
+            nibbles(w0, "cuda"), nibbles(w1, "cuda"), nibbles(w2, "cuda"), nibbles(w3, "cuda"), KEYS
+        )
+        sums = gl.zeros((_T, N), gl.int32, SCORES)
+        sums = warpgroup_mma(codes, coarse.permute((1, 0)), sums, is_async=True)
         fine = _key_operand(
             _fine_bytes(w0, t0, t1, t2, t3),
             _fine_bytes(w1, t0, t1, t2, t3),
@@ -646,19 +725,15 @@ def wide_kernel(
             _fine_bytes(w3, t0, t1, t2, t3),
             KEYS,
         )
-        by_upper = gl.zeros((_T, N), gl.int32, SCORES)
-        rest = gl.zeros((_T, N), gl.int32, SCORES)  # 1 / BASE of these: lower * coarse, upper * fine
-        rest = warpgroup_mma(fine, upper.permute((1, 0)), rest, is_async=True)
-        codes = _key_operand(
-            nibbles(w0, "cuda"), nibbles(w1, "cuda"), nibbles(w2, "cuda"), nibbles(w3, "cuda"), KEYS
-        )
-        by_upper = warpgroup_mma(codes, coarse.permute((1, 0)), by_upper, is_async=True)
-        rest = warpgroup_mma(codes, lower.permute((1, 0)), rest, is_async=True)
-        by_upper, rest = warpgroup_mma_wait(0, deps=(by_upper, rest))
+        sums = warpgroup_mma_wait(0, deps=(sums,))
+        sums *= BASE  # what follows is 1 / BASE of that: lower * codes, upper * fine
+        sums = warpgroup_mma(codes, lower.permute((1, 0)), sums, is_async=True)
+        sums = warpgroup_mma(fine, upper.permute((1, 0)), sums, is_async=True)
+        sums = warpgroup_mma_wait(0, deps=(sums,))
 
-        scores = (by_upper * BASE + rest).to(gl.float32) * column_scale.load(COLUMN)[None, :]
+        scores = sums.to(gl.float32) * column_scale.load(COLUMN)[None, :]
         scores += column_offset.load(COLUMN)[None, :]
-        norm_now, scale_now, zero_now = _fields(fields.index(stage).load(_FIELDS))
+        norm_now, scale_now, zero_now, pages = _fields(fields.index(stage).load(_FIELDS))
         norm = _rows(norm_now, ROW)
         v_scale = _rows(scale_now, ROW)
         v_zero = _rows(zero_now, ROW)
@@ -686,58 +761,59 @@ def wide_kernel(
             low = gl.where((even >= begin) & (even < end), (scale_now >> 10) & 31, 0)
             top = gl.maximum(low, gl.where((even + 1 >= begin) & (even + 1 < end), (scale_now >> 26) & 31, 0))
 
-        over = _thread_max(scores * norm[:, None] - reference[None, :], N) > _SLACK
+        reference = column_reference.load(COLUMN)
+        scores *= norm[:, None]
+        above = scores - reference[None, :]
+        over = _thread_max(above, N) > _SLACK
         larger = gl.convert_layout(top > scale_top, gl.SliceLayout(2, _THREADS), assert_trivial=True)
         flag = gl.maximum(over.to(gl.int32), larger.to(gl.int32)[:, :, None])
         flags.store(gl.convert_layout(gl.max(gl.reshape(flag, (4, 32)), 1), _OF_WARP, assert_trivial=True))
-        flagged = gl.max(flags.load(_OF_ALL), 0)
+        p = gl.exp2(above)
+        weights.store(_half(p * (v_scale * power_of_2(-scale_top + (_P_LOG2 + 14)))[:, None]))
+        fence_async_shared()
+        v_middle = v_zero + v_scale * 8.0
+        new_weight = _add_rows(weight, p, N)
+        new_offset = _add_rows(offset, p * v_middle[:, None], N)
+        left = _value_operand(values.index(stage).load(_VALUES), LEFT)
 
         # Codes of the tile after next, where all warps have read those of the tile before this one.
+        flagged = gl.max(flags.load(_OF_ALL), 0)
         free = gl.where(stage == 0, _STAGES - 1, stage - 1)
+        within = _within(_groups(token + 2 * _T, last), BLOCK_SIZE)
+        page_ptr = _page_ptr(table_ptr, _groups(token + 4 * _T, last), BLOCK_SIZE)
         _send(
-            cache_ptr,
-            pages,
-            within,
-            key_at,
-            value_at,
-            field_at,
-            keys,
-            values,
-            fields,
-            free,
-            KEY_DATA,
-            VALUE_DATA,
-        )
-        pages, within = _pages(
-            table_ptr, gl.minimum(token + 3 * _T, last_token), last_group, True, BLOCK_SIZE
-        )
+            cache_ptr, pages, within, page_ptr, True, key_at, value_at, field_at, keys, values, fields, free,
+            KEY_DATA, VALUE_DATA,
+        )  # fmt: skip
 
         if flagged > 0:
-            new_reference = gl.maximum(reference, gl.max(scores * norm[:, None], 0))
+            new_reference = gl.maximum(reference, gl.max(scores, 0))
             new_top = gl.maximum(scale_top, gl.max(gl.max(top, 0), 0) + 1)
             alpha = gl.exp2(reference - new_reference)
             for_sums = gl.convert_layout(alpha, gl.SliceLayout(0, SUMS), assert_trivial=True)[None, :]
-            weight *= for_sums
-            offset *= for_sums
+            for_sums = _by_threads(for_sums + gl.zeros((32, N), gl.float32, SUMS), N)
+            p = gl.exp2(scores - new_reference[None, :])
+            new_weight = _add_rows(weight * for_sums, p, N)
+            new_offset = _add_rows(offset * for_sums, p * v_middle[:, None], N)
             shrink = gl.convert_layout(alpha, OUT_COLUMN, assert_trivial=True)
             acc *= (shrink * power_of_2(scale_top - new_top))[None, :]
-            reference = new_reference
+            column_reference.store(new_reference)
             scale_top = new_top
-        p = gl.exp2(scores * norm[:, None] - reference[None, :])
-        weights.store(_half(p * (v_scale * power_of_2(-scale_top + (_P_LOG2 + 14)))[:, None]))
-        weight += _thread_sum(p, N)
-        offset += _thread_sum(p * (v_zero + v_scale * 8.0)[:, None], N)
-        fence_async_shared()
-        left = _value_operand(values.index(stage).load(_VALUES), LEFT)
+            weights.store(_half(p * (v_scale * power_of_2(-scale_top + (_P_LOG2 + 14)))[:, None]))
+            fence_async_shared()
+            _barrier()
         acc = warpgroup_mma(left, weights, acc, is_async=True)
+        weight = new_weight
+        offset = new_offset
         acc = warpgroup_mma_wait(0, deps=(acc,))
         stage = gl.where(stage == _STAGES - 1, 0, stage + 1)
     async_copy.wait_group(0)
 
     if PDL and not DIRECT:
         gdc_launch_dependents()
-    total_weight = gl.convert_layout(gl.sum(weight, 0), COLUMN)
-    total_offset = gl.convert_layout(gl.sum(offset, 0), COLUMN)
+    total_weight = gl.convert_layout(gl.sum(_by_columns(weight, N), 0), COLUMN)
+    total_offset = gl.convert_layout(gl.sum(_by_columns(offset, N), 0), COLUMN)
+    reference = column_reference.load(COLUMN)
     to_row = column_where.load(COLUMN)
     live = to_row >= 0
     seen = total_weight > 0.0
