@@ -21,8 +21,11 @@ Tile: T = 64 tokens, four groups of 16, N columns. Who owns what:
 * Values, the left operand [128, T] fp16, in registers: copied to shared memory as they are, read from there as
   transposed matrices of halfwords. So a register has four codes of two tokens, and a mask makes an operand of it.
 
-What moves when. Everything of a tile is copied to shared memory two tiles ahead (three stages), page ids are read one
-tile before that. A tile has three barriers: its codes are there; whether any warp wants another reference; P is there.
+What moves when. Everything of a tile is copied to shared memory two tiles ahead (three stages), and with a tile's norms
+and scales the page ids of the tile after next, so that nobody waits for a page id. A tile has two barriers. After the
+first its codes are there; until the second a warp makes its rows of P as if the reference could stay, decodes its
+values, and says whether it can; after it P is there, or all warps agree to move the reference and make P again. The
+copies of the tile after next are sent for then, and the sums are taken while the product with the values runs.
 
 The reference. P = exp2(S - reference), and fp16(P * value scale * r) as in decode.py, with a reference and an r that
 are only moved where P would exceed 2^SLACK, or a scale is too large. That is rare after the first tile, and nothing is
@@ -30,7 +33,7 @@ scaled or exchanged otherwise. It costs three of the bits by which fp16 reaches 
 are to lie within 2^21 of each other where all weigh the same.
 
 Budget of a warp and tile, N = 32: 96 instructions for keys, 8 for reading and 76 for values, 12 + 8 products, 12 for a
-column's two scores, 60 for reads and addresses: 484, of which 200 are the integer pipe's. 168 registers: three groups
+column's two scores, 45 for reads and addresses: 462, of which 198 are the integer pipe's. 168 registers: three groups
 to a multiprocessor.
 """
 
@@ -130,7 +133,6 @@ _OF_ALL = gl.constexpr(gl.DistributedLinearLayout([[1], [2]], [[0]] * 5, [[0], [
 _GROUP = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, _WORDS.value)))  # [groups]
 _GROUP_ROWS = gl.constexpr(gl.SliceLayout(2, _WORDS.value))  # [groups, 16]
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-_BY_FOURS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, [2, 1, 0]))
 
 
 @gluon.constexpr_function
@@ -142,18 +144,6 @@ def _sums_layout(N):
         [[8, 0], [16, 0]],
         [],
         [32, N],
-    )
-
-
-@gluon.constexpr_function
-def _thread_layout(N):
-    """[N / 16, 128 threads, 4]: what a thread keeps of its columns, in fours."""
-    return gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], *([1 << i, 0, 0] for i in range((N // 16).bit_length() - 1))],
-        [[0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0], [0, 16, 0]],
-        [[0, 32, 0], [0, 64, 0]],
-        [],
-        [N // 16, 128, 4],
     )
 
 
@@ -440,36 +430,15 @@ def _thread_max(
 
 @gluon.jit
 def _add_rows(
-    kept,  # [N / 16, 128 threads, 4], see _by_threads
+    sums,  # [32 threads of a column, N]
     x,  # [T, N]
     N: gl.constexpr,
 ):
-    """``kept`` and the rows of each thread. No exchange."""
+    """``sums`` and the rows of each thread. No exchange."""
     low, high = gl.split(gl.permute(gl.reshape(x, (4, 2, 8, N)), (0, 2, 3, 1)))
-    kept += _by_threads(gl.convert_layout(gl.reshape(low, (32, N)), _sums_layout(N), assert_trivial=True), N)
-    kept += _by_threads(gl.convert_layout(gl.reshape(high, (32, N)), _sums_layout(N), assert_trivial=True), N)
-    return kept
-
-
-@gluon.jit
-def _by_threads(
-    x,  # [32 threads of a column, N]
-    N: gl.constexpr,
-):
-    """[N / 16, 128 threads, 4]: columns 16 i + 2 c + (0, 1, 8, 9) of thread 4 g + c. No exchange."""
-    x = gl.reshape(x, (32, N // 16, 2, 4, 2))
-    x = gl.reshape(gl.permute(x, (1, 0, 3, 2, 4)), (N // 16, 128, 4))
-    return gl.convert_layout(x, _thread_layout(N), assert_trivial=True)
-
-
-@gluon.jit
-def _by_columns(
-    x,  # [N / 16, 128 threads, 4]
-    N: gl.constexpr,
-):
-    """[32 threads of a column, N], back from there."""
-    x = gl.reshape(x, (N // 16, 32, 4, 2, 2))
-    return gl.reshape(gl.permute(x, (1, 0, 3, 2, 4)), (32, N))
+    sums += gl.convert_layout(gl.reshape(low, (32, N)), _sums_layout(N), assert_trivial=True)
+    sums += gl.convert_layout(gl.reshape(high, (32, N)), _sums_layout(N), assert_trivial=True)
+    return sums
 
 
 _ARGUMENT_NAMES = (
@@ -544,7 +513,6 @@ def wide_kernel(
     COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
     OUT_COLUMN: gl.constexpr = gl.SliceLayout(0, OUT)
     SUMS: gl.constexpr = _sums_layout(N)
-    THREADS: gl.constexpr = _thread_layout(N)
 
     head = gl.program_id(0) % HK
     first_column = (gl.program_id(0) // HK) * N
@@ -697,9 +665,6 @@ def wide_kernel(
     column_reference = gl.allocate_shared_memory(
         gl.float32, [N], _FLAT, gl.full((N,), _LOWEST, gl.float32, COLUMN)
     )
-    nothing = gl.zeros((N // 16, 128, 4), gl.float32, THREADS)
-    weight = nothing
-    offset = nothing
     table_lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, _WORDS)))
     t0 = gl.load(tables_ptr + table_lane)[None, None, :]
     t1 = gl.load(tables_ptr + 4 + table_lane)[None, None, :]
@@ -707,17 +672,14 @@ def wide_kernel(
     t3 = gl.load(tables_ptr + 12 + table_lane)[None, None, :]
 
     acc = gl.zeros((_D, N), gl.float32, OUT)
+    weight = gl.zeros((32, N), gl.float32, SUMS)  # sum of P
+    offset = gl.zeros((32, N), gl.float32, SUMS)  # sum of P * middle value
     scale_top = gl.to_tensor(0)  # value scales are below 2^(scale_top - 14)
     stage = gl.to_tensor(0)
 
     for token in range(first_token, last_token + _T, _T):
         async_copy.wait_group(1)
         w0, w1, w2, w3 = _words(keys.index(stage).load(_KEY_COPY))
-        codes = _key_operand(
-            nibbles(w0, "cuda"), nibbles(w1, "cuda"), nibbles(w2, "cuda"), nibbles(w3, "cuda"), KEYS
-        )
-        sums = gl.zeros((_T, N), gl.int32, SCORES)
-        sums = warpgroup_mma(codes, coarse.permute((1, 0)), sums, is_async=True)
         fine = _key_operand(
             _fine_bytes(w0, t0, t1, t2, t3),
             _fine_bytes(w1, t0, t1, t2, t3),
@@ -725,13 +687,16 @@ def wide_kernel(
             _fine_bytes(w3, t0, t1, t2, t3),
             KEYS,
         )
-        sums = warpgroup_mma_wait(0, deps=(sums,))
-        sums *= BASE  # what follows is 1 / BASE of that: lower * codes, upper * fine
-        sums = warpgroup_mma(codes, lower.permute((1, 0)), sums, is_async=True)
-        sums = warpgroup_mma(fine, upper.permute((1, 0)), sums, is_async=True)
-        sums = warpgroup_mma_wait(0, deps=(sums,))
-
-        scores = sums.to(gl.float32) * column_scale.load(COLUMN)[None, :]
+        by_upper = gl.zeros((_T, N), gl.int32, SCORES)
+        rest = gl.zeros((_T, N), gl.int32, SCORES)  # 1 / BASE of these: lower * codes, upper * fine
+        rest = warpgroup_mma(fine, upper.permute((1, 0)), rest, is_async=True)
+        codes = _key_operand(
+            nibbles(w0, "cuda"), nibbles(w1, "cuda"), nibbles(w2, "cuda"), nibbles(w3, "cuda"), KEYS
+        )
+        by_upper = warpgroup_mma(codes, coarse.permute((1, 0)), by_upper, is_async=True)
+        rest = warpgroup_mma(codes, lower.permute((1, 0)), rest, is_async=True)
+        by_upper, rest = warpgroup_mma_wait(0, deps=(by_upper, rest))
+        scores = (by_upper * BASE + rest).to(gl.float32) * column_scale.load(COLUMN)[None, :]
         scores += column_offset.load(COLUMN)[None, :]
         norm_now, scale_now, zero_now, pages = _fields(fields.index(stage).load(_FIELDS))
         norm = _rows(norm_now, ROW)
@@ -772,8 +737,6 @@ def wide_kernel(
         weights.store(_half(p * (v_scale * power_of_2(-scale_top + (_P_LOG2 + 14)))[:, None]))
         fence_async_shared()
         v_middle = v_zero + v_scale * 8.0
-        new_weight = _add_rows(weight, p, N)
-        new_offset = _add_rows(offset, p * v_middle[:, None], N)
         left = _value_operand(values.index(stage).load(_VALUES), LEFT)
 
         # Codes of the tile after next, where all warps have read those of the tile before this one.
@@ -791,10 +754,9 @@ def wide_kernel(
             new_top = gl.maximum(scale_top, gl.max(gl.max(top, 0), 0) + 1)
             alpha = gl.exp2(reference - new_reference)
             for_sums = gl.convert_layout(alpha, gl.SliceLayout(0, SUMS), assert_trivial=True)[None, :]
-            for_sums = _by_threads(for_sums + gl.zeros((32, N), gl.float32, SUMS), N)
             p = gl.exp2(scores - new_reference[None, :])
-            new_weight = _add_rows(weight * for_sums, p, N)
-            new_offset = _add_rows(offset * for_sums, p * v_middle[:, None], N)
+            weight *= for_sums
+            offset *= for_sums
             shrink = gl.convert_layout(alpha, OUT_COLUMN, assert_trivial=True)
             acc *= (shrink * power_of_2(scale_top - new_top))[None, :]
             column_reference.store(new_reference)
@@ -803,16 +765,16 @@ def wide_kernel(
             fence_async_shared()
             _barrier()
         acc = warpgroup_mma(left, weights, acc, is_async=True)
-        weight = new_weight
-        offset = new_offset
+        weight = _add_rows(weight, p, N)
+        offset = _add_rows(offset, p * v_middle[:, None], N)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         stage = gl.where(stage == _STAGES - 1, 0, stage + 1)
     async_copy.wait_group(0)
 
     if PDL and not DIRECT:
         gdc_launch_dependents()
-    total_weight = gl.convert_layout(gl.sum(_by_columns(weight, N), 0), COLUMN)
-    total_offset = gl.convert_layout(gl.sum(_by_columns(offset, N), 0), COLUMN)
+    total_weight = gl.convert_layout(gl.sum(weight, 0), COLUMN)
+    total_offset = gl.convert_layout(gl.sum(offset, 0), COLUMN)
     reference = column_reference.load(COLUMN)
     to_row = column_where.load(COLUMN)
     live = to_row >= 0
