@@ -41,7 +41,7 @@ from .workspace import Workspace, default_workspace
 
 try:
     from . import wide
-except (ImportError, AttributeError):
+except (ImportError, AttributeError, TypeError):
     wide = None  # this Triton's Gluon is missing or another one: decode.py serves all columns
 
 __all__ = ["AosOps", "DecodePlan", "SoaOps", "TritonOps", "tuned"]
@@ -289,6 +289,18 @@ class DecodePlan:
     def is_wide(self, columns: int) -> bool:
         """Whether wide.py has the tiles of ``columns`` columns."""
         return 0 < self.wide_from <= columns and columns in wide.COLUMNS
+
+    def little(self, batch: int, max_context: int, max_query_len: int, compute_units: int) -> bool:
+        """Whether a shape has so little work that a wide tile's longer way to its first token and from its last counts
+        for more than what it saves: such shapes are for a plan without wide tiles."""
+        if not self.is_wide(self.columns(max_query_len)):
+            return False
+        return self.visible(max_context, max_query_len) <= self.little_context(batch, compute_units)
+
+    def little_context(self, batch: int, compute_units: int) -> int:
+        """The most tokens of each sequence that are so little work."""
+        heads = max(batch, 1) * self.layer.num_kv_heads
+        return -(-int(self.tuned(0)["wide_work"]) * compute_units // heads) - 1
 
     def tuned(self, columns: int, multi: bool = False) -> Mapping[str, Any]:
         """Tile and split choices for a kernel of ``columns`` columns. multi: for several query tokens of a sequence,
@@ -597,6 +609,9 @@ class TritonOps:
         self._tuning = tuning
         self.plan = DecodePlan(decision, layout, tuning=tuning)
         self._plans = {True: self.plan}
+        self._narrow = self.plan
+        if self.plan.wide_from:
+            self._narrow = DecodePlan(decision, layout, tuning={**(tuning or {}), "wide_from": 0})
         self._launches: dict[tuple[Any, ...], Launch] = {}
         self._matrix: dict[tuple[torch.device, bool], torch.Tensor] = {}
         self._tables: dict[tuple[torch.device, bool], torch.Tensor] = {}
@@ -716,42 +731,45 @@ class TritonOps:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         dtype = dtype or {"bf16": torch.bfloat16, "fp16": torch.float16}[self.layer.dtype]
-        plan = self.plan
+        units = _compute_units(device)
         self._load_matrix(device, True)
         space = workspace or default_workspace(device)
-        modes: set[tuple[int, bool, bool]] = set()
+        modes: set[tuple[bool, int, bool, bool]] = set()  # narrow, columns, multi, direct
         most_splits = 1
         most_pieces = 0  # of a sequence, on average
-        cuts: set[tuple[int, bool, int]] = set()
+        cuts: set[tuple[bool, int, bool, int]] = set()
         nbytes = 0
         # the number of splits does not follow from that of column tiles alone, so every length is asked
-        for batch in range(1, max_batch + 1):
-            for length in range(1, max_query_len + 1):
+        for batch, length in itertools.product(range(1, max_batch + 1), range(1, max_query_len + 1)):
+            forms = {length > 1, True}  # one query token each comes with query_start_loc or without
+            rows = batch * length * self.layer.num_heads
+            for narrow, context in self._contexts(batch, max_context, length, units):
+                plan = self._narrow if narrow else self.plan
                 columns = plan.columns(length)
-                forms = {length > 1, True}  # one query token each comes with query_start_loc or without
-                rows = batch * length * self.layer.num_heads
-                splits, *_ = self._split(plan, batch, max_context, length, False, device)
+                splits, *_ = self._split(plan, batch, context, length, False, device)
                 nbytes = max(nbytes, space.needed(*plan.scratch(rows, splits)))
-                average, pieces, *_ = self._split(plan, batch, max_context, length, True, device)
+                average, pieces, *_ = self._split(plan, batch, context, length, True, device)
                 if pieces:
                     alone = {multi: plan.alone_for(columns, multi, batch, pieces) for multi in forms}
-                    cuts |= {(columns, multi, most) for multi, most in alone.items()}
+                    cuts |= {(narrow, columns, multi, most) for multi, most in alone.items()}
                     most_pieces = max(most_pieces, average)
                     numbers = 0 if all(alone.values()) else schedule_size(pieces, batch)
                     nbytes = max(nbytes, space.needed(*plan.scratch(rows, average, numbers)))
                 most_splits = max(most_splits, splits)
-                modes |= {(columns, multi, s == 1) for multi in forms for s in {1, splits}}
+                modes |= {(narrow, columns, multi, s == 1) for multi in forms for s in {1, splits}}
         space.reserve(nbytes)
         some_lse = (False, True) if lse is None else (lse,)
         most_rows = max_batch * max_query_len * self.layer.num_heads
-        prepared = sorted({_ROWS_PER_PREPARE, plan.together(most_rows, _compute_units(device))})
+        prepared = sorted({_ROWS_PER_PREPARE, self.plan.together(most_rows, units)})
         compiled = []
-        if not all(plan.alone_for(columns, multi, 1, 0) for columns, multi, _ in modes):
+        plans = {True: self._narrow, False: self.plan}
+        if not all(plans[narrow].alone_for(columns, multi, 1, 0) for narrow, columns, multi, _ in modes):
             for size in prepared:
-                for early in (False, True) if plan.pdl and size == min(prepared) else (False,):
-                    constants = plan.prepare_constants(size, early)
+                for early in (False, True) if self.plan.pdl and size == min(prepared) else (False,):
+                    constants = self.plan.prepare_constants(size, early)
                     compiled.append(self._compile(prepare_kernel, constants, {"query_ptr": dtype}))
-        for columns, multi, direct in sorted(modes):
+        for narrow, columns, multi, direct in sorted(modes):
+            plan = plans[narrow]
             most = plan.alone_for(columns, multi, 1, 0)
             queries = {"query_ptr": dtype} if most else {}
             for write in some_lse:
@@ -766,7 +784,8 @@ class TritonOps:
                     for splits in _joined(most_splits):
                         constants = plan.reduce_constants(multi, write, splits, columns=columns)
                         compiled.append(self._compile(reduce_kernel, constants, JOINED | {"out_ptr": dtype}))
-        for columns, multi, most in sorted(cuts):
+        for narrow, columns, multi, most in sorted(cuts):
+            plan = plans[narrow]
             if not most:
                 for size, early in itertools.product(prepared, (False, True) if plan.pdl else (False,)):
                     constants = plan.prepare_constants(size, early, cut=True, columns=columns)
@@ -778,6 +797,18 @@ class TritonOps:
                 constants = plan.reduce_constants(multi, write, splits, True, most, columns)
                 compiled.append(self._compile(reduce_kernel, constants, JOINED | {"out_ptr": dtype}))
         return len({id(kernel) for kernel in compiled})
+
+    def _contexts(
+        self, batch: int, max_context: int, max_query_len: int, units: int
+    ) -> list[tuple[bool, int]]:
+        """Which plans serve shapes of up to ``max_context`` tokens, the narrow one or not, and the most tokens of
+        each."""
+        if not self.plan.is_wide(self.plan.columns(max_query_len)):
+            return [(False, max_context)]
+        if self.plan.little(batch, max_context, max_query_len, units):
+            return [(True, max_context)]
+        most = self.plan.little_context(batch, units) // self.layout.block_size * self.layout.block_size
+        return [(False, max_context), *([(True, most)] if most > 0 else [])]
 
     @staticmethod
     def _compile(kernel: Any, constants: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> Any:
@@ -822,8 +853,10 @@ class TritonOps:
         batch, blocks = table_shape
         if single:
             max_query_len = 1
-        columns = plan.columns(max_query_len)
         context = blocks * self.layout.block_size
+        if plan.little(batch, context, max_query_len, _compute_units(device)):
+            plan = self._narrow
+        columns = plan.columns(max_query_len)
         # even: there is room for as many query tokens of each sequence as any may have
         even = tokens == batch * max_query_len
         splits, pieces, early = self._split(plan, max(batch, 1), context, max_query_len, even, device)

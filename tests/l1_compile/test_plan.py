@@ -28,9 +28,10 @@ def _plan(
     dtype: str = "bf16",
     layout: str = "soa",
     cache_alignment: int = 16,
+    window: int | None = None,
     **tuning: Any,
 ) -> DecodePlan:
-    layer, target = layer_spec(head_size, 8, group, dtype), get_target(arch)
+    layer, target = layer_spec(head_size, 8, group, dtype, window=window), get_target(arch)
     decision = Decision(layer, target, get_preset(preset), 16, f"triton_{layout}", layout)
     kind = "hip" if target.vendor == "amd" else "cuda"
     made = make_layout(layout, preset, head_size, 8, 16)
@@ -185,6 +186,17 @@ def test_when_32_columns_are_one_tile():
     assert [(p.wide_from, p.columns(4), p.decode_kernel(16).__name__) for p in others] == [
         (0, p.tuned(0)["columns"], "decode_kernel") for p in others
     ]
+
+
+def test_little_work_is_not_for_wide_tiles():
+    """Four query tokens of one sequence: up to 6,138 tokens of eight heads on 132 units, of which 372 are enough."""
+    plan = _plan()
+    assert plan.little_context(1, UNITS) == 372 * UNITS // 8 - 1
+    assert plan.little(1, 4096, 4, UNITS) and not plan.little(1, 8192, 4, UNITS)
+    assert plan.little(8, 512, 4, UNITS) and not plan.little(8, 1024, 4, UNITS)
+    assert not plan.little(1, 4096, 1, UNITS), "8 columns are not wide anyway"
+    assert not _plan(wide_work=0).little(1, 16, 4, UNITS)
+    assert _plan(window=256).little(8, 1 << 17, 4, UNITS) and not _plan(window=4096).little(8, 1 << 17, 4, UNITS)
 
 
 def test_partial_results_of_both_kernels_have_one_size():

@@ -138,7 +138,7 @@ def test_of_32_columns_as_well(group, sinks, keys, monkeypatch):
             max_query_len=count, return_lse=rng.random() < 0.5, sinks=torch.zeros(2 * group) if sinks else None,
         )  # fmt: skip
     assert {name for name, _, _ in keys} >= {"prepare_kernel", "wide_kernel", "reduce_kernel"}
-    assert ("decode_kernel" in {name for name, _, _ in keys}) == (group < 32)
+    assert "decode_kernel" in {name for name, _, _ in keys}  # at least for short contexts
     assert keys <= warm, f"not compiled by warm-up: {sorted(keys - warm)}"
 
 

@@ -39,7 +39,7 @@ def _config(group: int, block_size: int, most_queries: int, heads: int = 1, **mo
 
 
 def _set_up(config: Config, case: Case) -> Setup:
-    setup = set_up(config, case, "cpu", SM_90, tuning={"wide_from": 16})
+    setup = set_up(config, case, "cpu", SM_90, tuning={"wide_from": 16, "wide_work": 0})
     setup.bound.checks = "shapes"
     return setup
 

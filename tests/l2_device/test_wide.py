@@ -57,7 +57,7 @@ def test_random_cases(config, target):
     @given(case=cases(config))
     def inner(case: Case) -> None:
         nonlocal ran, wide
-        setup = set_up(config, case, "cuda", target, tuning={"wide_from": 16})
+        setup = set_up(config, case, "cuda", target, tuning={"wide_from": 16, "wide_work": 0})
         setup.bound.checks = "shapes"
         out, lse = decode(setup, case)
         compare(setup, config, case, out, lse)
@@ -85,7 +85,7 @@ def test_beside_the_other_kernel(config, target):
         )  # fmt: skip
         found = []
         for wide in (True, False):
-            setup = set_up(config, case, "cuda", target, tuning={"wide_from": 16 * wide})
+            setup = set_up(config, case, "cuda", target, tuning={"wide_from": 16 * wide, "wide_work": 0})
             setup.bound.checks = "shapes"
             assert _is_wide(config, setup) == wide
             out, lse = decode(setup, case)
