@@ -233,6 +233,41 @@ def check(config: Config, case: Case, device: str, target: Target | None = None,
     return compare(setup, config, case, out, lse)
 
 
+def store_again(
+    setup: Setup, sequence: int, tokens: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> None:
+    """Replaces what the cache holds for ``tokens`` of a sequence; key, value: [tokens, Hk, D]."""
+    layout, data = setup.bound.layout, setup.cache.data
+    tokens = tokens.to(data.device)
+    page = setup.table[sequence][tokens // layout.block_size].long()
+    slots = page * layout.block_size + tokens % layout.block_size
+    key, value = (x.to(data.device, setup.query.dtype) for x in (key, value))
+    if data.device.type == "cpu":
+        ReferenceOps(setup.bound.decision, layout).store(key, value, data, slots)
+    else:
+        setup.bound.store(key, value, setup.cache, slots)
+
+
+def check_lazy(preset: str, layout: str, head_size: int, device: str, target: Target | None = None) -> None:
+    """A reference of the softmax that moves only where it must: past what is added up every 32 tiles; keys that grow,
+    so that it must again and again; one value that is far above the others, before and after them."""
+    config = Config(preset, layout, head_size, 1, 4, arch="" if target else "sm_90")
+    check(config, Case((0, 1100, 40), splits=1), device, target, tuning={"lazy": True})
+    for place in (0, 199):
+        case = Case((200,), splits=1)
+        setup = set_up(config, case, device, target, tuning={"lazy": True})
+        setup.bound.checks = "shapes"
+        g = torch.Generator().manual_seed(5)
+        key, value = (torch.randn(200, 1, head_size, generator=g) for _ in range(2))
+        growth = torch.arange(200)[:, None, None] / 20
+        store_again(setup, 0, torch.arange(200), key * growth, value)
+        compare(setup, config, case, *decode(setup, case))
+        size = torch.full((200, 1, 1), 1e-4)
+        size[place] = 1e4
+        store_again(setup, 0, torch.arange(200), key, value * size)
+        compare(setup, config, case, *decode(setup, case))
+
+
 def check_queries_at(shift: int, cut: bool, device: str, target: Target | None = None) -> None:
     """Queries ``shift`` numbers behind an aligned address, tokens apart: only aligned ones do without prepare."""
     config, case = Config(), Case((70, 33), splits=2, cut=cut)

@@ -22,6 +22,11 @@ Tile of T tokens, all in registers of one warp or wave:
   them is one more product per tile, of -middle and P, added with the scaling of the accumulator; so what accumulates
   over a sequence is centred as before. The steps of 2^-24 and of codes inside a word are undone per row at the end.
 
+With LAZY (NVIDIA, some presets and head sizes) "max" is a reference that moves only where P would exceed 2^SLACK, or a
+value scale is too large: rare after the first tile. Otherwise nothing is scaled and no maximum is exchanged, and what
+centres bare values has an accumulator of its own, which is added to the others every FLUSH tiles. That is 8 to 12 % of
+the instructions, for a branch in the middle of the loop that the compiler moves nothing across.
+
 Two routes for the keys. fp16: codes become the numbers of an fp16 codebook. Bytes (PLANES > 0, where norms need no
 correction): codes become int8 numbers, 7 or 8 bits at a time ("planes", tile.byte_table), the query two int8 numbers,
 and the products are exact integers. A byte permute gives four of them at once and nothing has to be interleaved; the
@@ -94,6 +99,9 @@ __all__ = ["decode_kernel"]
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 _P_LOG2 = tl.constexpr(14)  # log2 of where fp16(P * scale * r) ends
+_SLACK = tl.constexpr(4)  # LAZY: log2 of how far P may exceed 1
+_FLUSH = tl.constexpr(32)  # LAZY: tiles; a power of two
+_LOWEST = tl.constexpr(-1e30)  # LAZY: a reference before there is one
 _PART_TOP = tl.constexpr(14)  # log2 of where the largest number of a partial result begins
 _CENTROID_EPS = tl.constexpr(1e-16)
 
@@ -649,6 +657,56 @@ def _sum_tokens(
 
 
 @triton.jit
+def _moves(
+    above,  # [T, N] fp32, scores over the reference
+    v_scale,  # [T] fp32
+    scale_top,
+    T: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Whether P would be too large or a scale is: one exchange between lanes (NVIDIA's 16-row accumulators)."""
+    high = tl.reshape(above, (T // 16, 2, 8, N // 8, 4, 2))
+    high = tl.max(tl.max(tl.max(tl.max(high, axis=5), axis=3), axis=1), axis=0)  # of a lane, [8, 4]
+    top = tl.reshape(_scale_tops(v_scale), (T // 16, 2, 8))
+    top = tl.max(tl.max(top, axis=1), axis=0)[:, None] + tl.zeros((8, 4), tl.int32)
+    flag = (high > _SLACK) | (top > scale_top)
+    return tl.max(tl.reshape(flag.to(tl.int32), (32,)), axis=0) > 0
+
+
+@triton.jit
+def _scale_tops(
+    v_scale,  # fp32, numbers of fp16
+):
+    """Exponents as fp16 has them, or less than 0: each scale is below 2^(top - 14), or infinite."""
+    return tl.minimum((v_scale.to(tl.int32, bitcast=True) >> 23) - 112, 31)
+
+
+@triton.jit
+def _first_rows(
+    x,  # [ROWS, T]
+    ROWS: tl.constexpr,
+    T: tl.constexpr,
+):
+    """Rows 0 to 15 of 64."""
+    tl.static_assert(ROWS == 64)
+    x, _ = tl.split(tl.permute(tl.reshape(x, (2, 2, 16, T)), (1, 2, 3, 0)))
+    x, _ = tl.split(tl.permute(x, (1, 2, 0)))
+    return x
+
+
+@triton.jit
+def _four_times(
+    x,  # [16, N]
+    ROWS: tl.constexpr,
+    N: tl.constexpr,
+):
+    """The same rows four times over, [ROWS, N]."""
+    tl.static_assert(ROWS == 64)
+    x = tl.join(x, x)
+    return tl.reshape(tl.permute(tl.join(x, x), (2, 3, 0, 1)), (ROWS, N))
+
+
+@triton.jit
 def _table(
     words_ptr,  # [COUNT, 4] int32, rows of equal numbers
     A: tl.constexpr,
@@ -965,6 +1023,7 @@ def decode_kernel(
     LANE_FIRST: tl.constexpr,  # lanes of a row are far apart (AMD), not neighbours (NVIDIA)
     ASCENDING: tl.constexpr,  # see below
     CACHE_ALIGN: tl.constexpr,  # bytes that cache_ptr is aligned to, 16 or 2
+    LAZY: tl.constexpr,  # see above
     PREFETCH: tl.constexpr,  # read the next tile's codes once this tile's have been decoded
     MULTI: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -1099,12 +1158,15 @@ def decode_kernel(
     v_lane = _count_along(VLANE, VA, VB, VC)
 
     PARTS: tl.constexpr = 4 if LANE_FIRST else 8
-    largest = tl.full((N,), float("-inf"), tl.float32)  # running maximum of the scores
+    # running maximum of the scores, or the reference
+    largest = tl.full((N,), _LOWEST if LAZY else float("-inf"), tl.float32)
     weight = tl.zeros((PARTS, N), tl.float32)  # sum of P
     offset = tl.zeros((PARTS, N), tl.float32)  # sum of P * middle value
     scale_top = tl.full(
         (), 0, tl.int32
     )  # running maximum of the fp16 exponents of value scales: they are < 2^(top - 14)
+    P_TOP: tl.constexpr = _P_LOG2 - _SLACK if LAZY else _P_LOG2
+    centre = tl.zeros((16, N), tl.float32)  # LAZY and BARE_VALUES
     acc = ()
     for u in tl.static_range(VUNITS):  # noqa: B007
         acc = acc + (tl.zeros((ROWS, N), tl.float32),)
@@ -1241,7 +1303,8 @@ def decode_kernel(
             read = _slice(v_tile, i * VWORDS, VWORDS)
             v_tokens = v_tokens + (_units(read, v_behind[i], VALUE, TARGET),)
         v_scale = v_tile[RUNS * VWORDS].to(tl.float32)
-        tile_top = tl.max(v_tile[RUNS * VWORDS].to(tl.int16, bitcast=True).to(tl.int32), axis=0) >> 10
+        if not LAZY:
+            tile_top = tl.max(v_tile[RUNS * VWORDS].to(tl.int16, bitcast=True).to(tl.int32), axis=0) >> 10
         v_zero = v_tile[RUNS * VWORDS + 1].to(tl.float32)
         v_words = _value_words(v_tokens, VUNITS, VALUE[0], RUNS, TARGET)
         if PREFETCH:
@@ -1278,31 +1341,61 @@ def decode_kernel(
         else:  # every column sees the same keys; scores of the others are 0, as their norms were not loaded
             scores += tl.where((position >= begin) & (position < end), 0.0, float("-inf"))[:, None]
 
-        new_largest = tl.maximum(largest, tl.max(scores, axis=0))
-        reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        alpha = tl.exp2(largest - reference)  # [N]
-        p = tl.exp2(scores - reference[None, :])
-        largest = new_largest
-        weight = weight * alpha[None, :] + _sum_tokens(p, T, N, LANE_FIRST)
-        v_middle = v_zero + v_scale * MIDDLE  # what code MIDDLE stands for
-        offset = offset * alpha[None, :] + _sum_tokens(p * v_middle[:, None], T, N, LANE_FIRST)
-        new_scale_top = tl.maximum(scale_top, tile_top)
-        p16 = (p * (v_scale * power_of_2(-new_scale_top + (_P_LOG2 + 14)))[:, None]).to(tl.float16)
-        shrink = alpha * power_of_2(scale_top - new_scale_top)
-        scale_top = new_scale_top
+        if LAZY:
+            moves = _moves(scores - largest[None, :], v_scale, scale_top, T, N)
+            if moves | (token // T % _FLUSH == 0):
+                new_largest = tl.maximum(largest, tl.max(scores, axis=0))
+                new_scale_top = tl.maximum(scale_top, tl.max(_scale_tops(v_scale), axis=0))
+                alpha = tl.exp2(largest - new_largest)
+                weight *= alpha[None, :]
+                offset *= alpha[None, :]
+                shrink = alpha * power_of_2(scale_top - new_scale_top)
+                moved = ()
+                for u in tl.static_range(VUNITS):
+                    kept = acc[u]
+                    if BARE_VALUES:
+                        kept += _four_times(centre, ROWS, N)
+                    moved = moved + (kept * shrink[None, :],)
+                acc = moved
+                centre = tl.zeros((16, N), tl.float32)
+                largest = new_largest
+                scale_top = new_scale_top
+            p = tl.exp2(scores - largest[None, :])
+            weight += _sum_tokens(p, T, N, LANE_FIRST)
+            v_middle = v_zero + v_scale * MIDDLE  # what code MIDDLE stands for
+            offset += _sum_tokens(p * v_middle[:, None], T, N, LANE_FIRST)
+            p16 = (p * (v_scale * power_of_2(-scale_top + (P_TOP + 14)))[:, None]).to(tl.float16)
+        else:
+            new_largest = tl.maximum(largest, tl.max(scores, axis=0))
+            reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+            alpha = tl.exp2(largest - reference)  # [N]
+            p = tl.exp2(scores - reference[None, :])
+            largest = new_largest
+            weight = weight * alpha[None, :] + _sum_tokens(p, T, N, LANE_FIRST)
+            v_middle = v_zero + v_scale * MIDDLE
+            offset = offset * alpha[None, :] + _sum_tokens(p * v_middle[:, None], T, N, LANE_FIRST)
+            new_scale_top = tl.maximum(scale_top, tile_top)
+            p16 = (p * (v_scale * power_of_2(-new_scale_top + (P_TOP + 14)))[:, None]).to(tl.float16)
+            shrink = alpha * power_of_2(scale_top - new_scale_top)
+            scale_top = new_scale_top
 
         if BARE_VALUES:
             middles = _value_constants(v_words[0][0], VALUE[0], RUNS, "middle")
             middles = _value_tree(middles, T, RUNS, ROWS, SLOW, VRUN, VLANE)
-            centre = tl.dot(middles, p16)  # the same for all units
+            if LAZY:
+                centre = tl.dot(_first_rows(middles, ROWS, T), p16, centre)
+            else:
+                added = tl.dot(middles, p16)  # the same for all units
         new_acc = ()
         for u in tl.static_range(VUNITS):
             values = _value_operand(
                 v_words[u], T, VALUE[0], RUNS, ROWS, SLOW, VRUN, VLANE, BARE_VALUES, TARGET
             )
-            kept = acc[u] * shrink[None, :]
-            if BARE_VALUES:
-                kept += centre
+            kept = acc[u]
+            if not LAZY:
+                kept *= shrink[None, :]
+                if BARE_VALUES:
+                    kept += added
             new_acc = new_acc + (tl.dot(values, p16, kept),)
         acc = new_acc
         if not PREFETCH:
@@ -1325,13 +1418,16 @@ def decode_kernel(
         norm_out = 1.0 / total_weight
     norm_out = tl.where(seen, norm_out, 0.0)
     lse = tl.where(seen, lse, float("-inf"))
-    back = norm_out * power_of_2(scale_top - (_P_LOG2 + 14))
+    back = norm_out * power_of_2(scale_top - (P_TOP + 14))
     shift = total_offset * norm_out
 
     r = tl.arange(0, ROWS)
     results = ()
     for u in tl.static_range(VUNITS):
-        result = acc[u] * back[None, :]
+        result = acc[u]
+        if LAZY and BARE_VALUES:
+            result += _four_times(centre, ROWS, N)
+        result *= back[None, :]
         if BARE_VALUES:
             result *= _value_scale(r, VALUE[0], VL)[:, None]
         results = results + (result + shift[None, :],)

@@ -408,6 +408,7 @@ class DecodePlan:
             **self.constants,
             "N": columns,
             "T": choice["tokens"],
+            "LAZY": choice["lazy"],
             "PREFETCH": choice["prefetch"] and self.layout.block_stride % 4 == 0,
             "MULTI": multi,
             "DIRECT": direct,

@@ -196,7 +196,9 @@ def test_little_work_is_not_for_wide_tiles():
     assert plan.little(8, 512, 4, UNITS) and not plan.little(8, 1024, 4, UNITS)
     assert not plan.little(1, 4096, 1, UNITS), "8 columns are not wide anyway"
     assert not _plan(wide_work=0).little(1, 16, 4, UNITS)
-    assert _plan(window=256).little(8, 1 << 17, 4, UNITS) and not _plan(window=4096).little(8, 1 << 17, 4, UNITS)
+    assert _plan(window=256).little(8, 1 << 17, 4, UNITS) and not _plan(window=4096).little(
+        8, 1 << 17, 4, UNITS
+    )
 
 
 def test_partial_results_of_both_kernels_have_one_size():

@@ -24,10 +24,9 @@ try:
 except RuntimeError as error:
     pytest.skip(f"nothing assembles PTX here: {error}", allow_module_level=True)
 
-from tests.decode_checks import Case, Config, Setup, compare, decode, set_up  # noqa: E402
+from tests.decode_checks import Case, Config, Setup, compare, decode, set_up, store_again  # noqa: E402
 from tests.ptx_emulator import AccessError, Program, RaceError, UnknownInstruction  # noqa: E402
 from tests.wide_harness import COMPUTE_UNITS, Emulation, emulated  # noqa: E402
-from turboquant_rocm.backends._torch.reference import ReferenceOps  # noqa: E402
 from turboquant_rocm.target import get_target  # noqa: E402
 
 SM_90 = get_target("sm_90")
@@ -51,15 +50,6 @@ def _run(
         out, lse = decode(setup, case)
     assert emulation.blocks, "wide.py did not run"
     return out, lse, emulation
-
-
-def _store(setup: Setup, sequence: int, tokens: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Replaces what the cache holds for ``tokens`` of a sequence; key, value: [tokens, Hk, 128]."""
-    layout = setup.bound.layout
-    page = setup.table[sequence][tokens // layout.block_size].long()
-    slots = page * layout.block_size + tokens % layout.block_size
-    plain = ReferenceOps(setup.bound.decision, layout)
-    plain.store(key.bfloat16(), value.bfloat16(), setup.cache.data, slots)
 
 
 # ---- right numbers -----------------------------------------------------------------------------------------
@@ -123,7 +113,7 @@ def test_keys_of_length_zero_at_the_edge(window, splits):
     nothing = torch.zeros(4, 1, 128)
     for sequence, length in enumerate(case.lens):
         tokens = length - torch.tensor([1, 2, 12, 13])
-        _store(setup, sequence, tokens, nothing, nothing + 1.5)
+        store_again(setup, sequence, tokens, nothing, nothing + 1.5)
     out, lse, _ = _run(setup, case)
     compare(setup, config, case, out, lse)
 
@@ -138,7 +128,7 @@ def test_a_value_far_above_the_others(splits, place):
     size = torch.full((200, 1, 1), 1e-4)
     size[place] = 1e4
     key, value = torch.randn(200, 1, 128, generator=g), torch.randn(200, 1, 128, generator=g)
-    _store(setup, 0, torch.arange(200), key, value * size)
+    store_again(setup, 0, torch.arange(200), key, value * size)
     out, lse, _ = _run(setup, case)
     compare(setup, config, case, out, lse)
 

@@ -8,7 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.decode_checks import HEAD_SIZES, LAYOUTS, PRESETS, Case, Config, check, compare, decode, set_up
+from tests.decode_checks import (
+    HEAD_SIZES,
+    LAYOUTS,
+    PRESETS,
+    Case,
+    Config,
+    check,
+    check_lazy,
+    compare,
+    decode,
+    set_up,
+)
 
 ARCHES = ("sm_90", "gfx942", "gfx950")
 
@@ -122,6 +133,11 @@ def test_prefetch(preset, layout, device):
     want, _ = decode(set_up(config, case, device, tuning=alone), case)
     got, _ = decode(set_up(config, case, device, tuning={"prefetch": True, **alone}), case)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(("preset", "layout"), [("4bit_nc", "soa"), ("3bit_nc", "soa"), ("k3v4_nc", "aos")])
+def test_lazy(preset, layout, device):
+    check_lazy(preset, layout, 64, device)
 
 
 @pytest.mark.parametrize("block_size", [48, 528])

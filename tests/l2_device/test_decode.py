@@ -19,6 +19,7 @@ from tests.decode_checks import (  # noqa: E402
     Config,
     check,
     check_both_ways,
+    check_lazy,
     check_queries_at,
     compare,
     decode,
@@ -157,6 +158,15 @@ def test_with_prepare_and_without(preset, layout, head_size, dtype, cut, target)
     check_both_ways(config, Case(lens, (2,) * 5, splits=3, cut=cut), "cuda", target)
 
 
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_lazy(preset, layout, head_size, target):
+    if target.vendor != "nvidia":
+        pytest.skip(f"{target.arch}: for NVIDIA's accumulators")
+    check_lazy(preset, layout, head_size, "cuda", target)
+
+
 @pytest.mark.parametrize("queries", [100, 128])
 def test_up_to_128_queries(queries, target):
     check(Config(head_size=128, most_queries=128), Case((500, 130), (queries, 3)), "cuda", target)
@@ -171,7 +181,7 @@ def test_graph(layout, most_queries, cut, target):
     batch, context = 6, 1024
     queries = None if most_queries == 1 else (most_queries,) * batch
     case = Case((context - 16,) * batch, queries, splits=4 if cut else None, cut=cut)
-    setup = set_up(config, case, "cuda", target)
+    setup = set_up(config, case, "cuda", target, tuning={"wide_work": 0})
     setup.bound.checks = "off"
     setup.bound.warmup(batch, setup.table.shape[1] * 16, most_queries)
     pages = setup.table.clone()
