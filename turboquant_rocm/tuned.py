@@ -79,7 +79,8 @@ def load_tuned(arch: str, vendor: str, backend: str) -> Mapping[str, Mapping[str
 
 
 def choices(section: Mapping[str, Any], **facts: Any) -> dict[str, Any]:
-    """The values of one kernel where ``facts`` hold: preset (no prefix), head_size, columns, compiler, multi, wide."""
+    """The values of one kernel where ``facts`` hold: preset (no prefix), head_size, columns, compiler, multi, wide,
+    soft_cap."""
     values = {name: value for name, value in section.items() if name != "overrides"}
     for entry in section.get("overrides", ()):
         if all(facts[name] in wanted for name, wanted in entry["when"].items()):

@@ -318,6 +318,7 @@ class DecodePlan:
             compiler=COMPILER,
             multi=multi,
             wide=self.is_wide(columns),
+            soft_cap=self.layer.soft_cap is not None,
         )
         if target.vendor == "nvidia":
             values |= {"key_width": OPERAND_WIDTH, "token_runs": OPERAND_WIDTH}

@@ -679,6 +679,7 @@ def test_every_bundled_tuned_file_loads():
                         compiler=compiler,
                         multi=True,
                         wide=False,
+                        soft_cap=False,
                     )
     with pytest.raises(SpecError, match="sm_90"):
         load_tuned("sm_90", "nvidia", "torch_reference")
@@ -793,6 +794,7 @@ def test_what_tune_writes_is_what_the_loader_reads():
         "compiler": "3.6",
         "multi": False,
         "wide": False,
+        "soft_cap": False,
     }
     old = choices(parse_tuned(before, "old")["decode"], **facts)
     assert choices(section, **facts) == {**old, "tokens": 64}

@@ -21,7 +21,7 @@ from .search import MIN_GAIN, Measured, Trial, header_of, parse_space, render, s
 __all__ = ["tune"]
 
 _KERNEL = "decode"
-_FIXED_IF_WIDE = ("tokens", "num_warps", "prefetch", "alone")
+_FIXED_IF_WIDE = ("tokens", "num_warps", "prefetch", "alone", "lazy")
 """What is no choice for tiles of four warps."""
 
 
@@ -70,7 +70,7 @@ def tune(
             documents[path] = (parse_yaml(text, path.name), header_of(text))
         document, header = documents[path]
         tuned = load_tuned(target.arch, target.vendor, backend)[_KERNEL]
-        start = choices(tuned, **facts, compiler=COMPILER, multi=False)
+        start = choices(tuned, **facts, compiler=COMPILER, multi=False, soft_cap=False)
         space = parse_space(data, _KERNEL, sorted(start), source)
         if wide:
             space = {name: values for name, values in space.items() if name not in _FIXED_IF_WIDE}
