@@ -16,6 +16,8 @@ from tests.decode_checks import ROUNDING, Case, Config, check, compare, decode, 
 from tests.l2_device.test_decode import cases  # noqa: E402
 
 EXAMPLES = 40
+ANY_WORK = {"wide_work": 0}
+"""Wide tiles for short cases, too."""
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +59,7 @@ def test_random_cases(config, target):
     @given(case=cases(config))
     def inner(case: Case) -> None:
         nonlocal ran, wide
-        setup = set_up(config, case, "cuda", target, tuning={"wide_from": 16, "wide_work": 0})
+        setup = set_up(config, case, "cuda", target, tuning={"wide_from": 16, **ANY_WORK})
         setup.bound.checks = "shapes"
         out, lse = decode(setup, case)
         compare(setup, config, case, out, lse)
@@ -85,7 +87,7 @@ def test_beside_the_other_kernel(config, target):
         )  # fmt: skip
         found = []
         for wide in (True, False):
-            setup = set_up(config, case, "cuda", target, tuning={"wide_from": 16 * wide, "wide_work": 0})
+            setup = set_up(config, case, "cuda", target, tuning={"wide_from": 16 * wide, **ANY_WORK})
             setup.bound.checks = "shapes"
             assert _is_wide(config, setup) == wide
             out, lse = decode(setup, case)
@@ -114,7 +116,7 @@ def test_long_context(target):
 def test_scores_that_grow_and_scales_that_grow(target):
     """The reference moves again and again: later keys are longer and nearer to the query, later values larger."""
     config, case = _config(8, 16, 4), Case((2000, 1500), (4, 4), splits=1, scale=1.0)
-    setup = set_up(config, case, "cuda", target)
+    setup = set_up(config, case, "cuda", target, tuning=ANY_WORK)
     setup.bound.checks = "shapes"
     g = torch.Generator().manual_seed(5)
     for b, length in enumerate(case.lens):
@@ -135,7 +137,7 @@ def test_keys_of_length_zero_at_the_edge(window, splits, target):
     """One query token sees such a key, another does not: its norm of 0 meets a mask of minus infinity."""
     config = _config(8, 16, 4, window=window is not None)
     case = Case((70, 90), (4, 4), window=window, splits=splits)
-    setup = set_up(config, case, "cuda", target)
+    setup = set_up(config, case, "cuda", target, tuning=ANY_WORK)
     setup.bound.checks = "shapes"
     nothing = torch.zeros(1, 2, 128, dtype=torch.bfloat16, device="cuda")
     for b, length in enumerate(case.lens):
@@ -149,7 +151,7 @@ def test_keys_of_length_zero_at_the_edge(window, splits, target):
 def test_bad_queries_stay_with_their_own_head(target):
     """NaN and infinity in one head of one token; all others as they would be."""
     config, case = _config(8, 16, 4), Case((700, 90), (4, 4), splits=3)
-    setup = set_up(config, case, "cuda", target)
+    setup = set_up(config, case, "cuda", target, tuning=ANY_WORK)
     setup.bound.checks = "shapes"
     want, want_lse = decode(setup, case)
     query = setup.query.clone()
@@ -163,7 +165,7 @@ def test_bad_queries_stay_with_their_own_head(target):
 
 def test_cache_at_an_odd_address_takes_the_other_kernel(target):
     config, case = _config(8, 16, 4), Case((700, 90), (4, 4), splits=3)
-    setup = set_up(config, case, "cuda", target)
+    setup = set_up(config, case, "cuda", target, tuning=ANY_WORK)
     setup.bound.checks = "shapes"
     want, _ = decode(setup, case)
     data = setup.cache.data
@@ -182,7 +184,7 @@ def test_the_same_result_every_time(target):
     """No race: results are bitwise those of the first run."""
     config = _config(8, 16, 4, heads=8)
     case = Case(tuple(range(300, 3000, 100)), (4,) * 27, splits=3, cut=True)
-    setup = set_up(config, case, "cuda", target)
+    setup = set_up(config, case, "cuda", target, tuning=ANY_WORK)
     setup.bound.checks = "shapes"
     want, want_lse = decode(setup, case)
     for _ in range(30):
