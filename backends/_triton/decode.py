@@ -101,7 +101,7 @@ _LN2 = tl.constexpr(0.6931471805599453)
 _P_LOG2 = tl.constexpr(14)  # log2 of where fp16(P * scale * r) ends
 _SLACK = tl.constexpr(4)  # LAZY: log2 of how far P may exceed 1
 _FLUSH = tl.constexpr(32)  # LAZY: tiles; a power of two
-_LOWEST = tl.constexpr(-1e30)  # LAZY: a reference before there is one
+_LOWEST = tl.constexpr(-3e38)  # LAZY: a reference before there is one
 _PART_TOP = tl.constexpr(14)  # log2 of where the largest number of a partial result begins
 _CENTROID_EPS = tl.constexpr(1e-16)
 

@@ -800,6 +800,11 @@ class TritonOps:
                 compiled.append(self._compile(reduce_kernel, constants, JOINED | {"out_ptr": dtype}))
         return len({id(kernel) for kernel in compiled})
 
+    def plan_for(self, batch: int, max_context: int, max_query_len: int, device: torch.device) -> DecodePlan:
+        """The plan of a shape, with an aligned cache."""
+        little = self.plan.little(batch, max_context, max_query_len, _compute_units(device))
+        return self._narrow if little else self.plan
+
     def _contexts(
         self, batch: int, max_context: int, max_query_len: int, units: int
     ) -> list[tuple[bool, int]]:
@@ -810,7 +815,7 @@ class TritonOps:
         if self.plan.little(batch, max_context, max_query_len, units):
             return [(True, max_context)]
         most = self.plan.little_context(batch, units) // self.layout.block_size * self.layout.block_size
-        return [(False, max_context), *([(True, most)] if most > 0 else [])]
+        return [(False, max_context), *([(True, most)] if most >= 0 else [])]
 
     @staticmethod
     def _compile(kernel: Any, constants: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> Any:
@@ -856,8 +861,8 @@ class TritonOps:
         if single:
             max_query_len = 1
         context = blocks * self.layout.block_size
-        if plan.little(batch, context, max_query_len, _compute_units(device)):
-            plan = self._narrow
+        if plan is self.plan:
+            plan = self.plan_for(batch, context, max_query_len, device)
         columns = plan.columns(max_query_len)
         # even: there is room for as many query tokens of each sequence as any may have
         even = tokens == batch * max_query_len

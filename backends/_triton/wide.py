@@ -69,7 +69,7 @@ _LN2 = gl.constexpr(0.6931471805599453)
 _SLACK = gl.constexpr(4.0)  # log2 of how far P may exceed 1
 _P_LOG2 = gl.constexpr(12)  # log2 of where fp16(P * scale * r) ends for P = 1; 2^_SLACK times that fits
 _PART_TOP = gl.constexpr(14)  # log2 of where the largest number of a partial result begins
-_LOWEST = gl.constexpr(-1e30)  # a reference before there is one
+_LOWEST = gl.constexpr(-3e38)  # a reference before there is one
 _T = gl.constexpr(TOKENS)
 _GROUPS = gl.constexpr(TOKENS // 16)
 _D = gl.constexpr(HEAD_SIZE)
@@ -130,8 +130,6 @@ _FIELDS = gl.constexpr(  # likewise: all fields of its pair for each thread
 )
 _OF_WARP = gl.constexpr(gl.DistributedLinearLayout([], [[0]] * 5, [[1], [2]], [], [4]))
 _OF_ALL = gl.constexpr(gl.DistributedLinearLayout([[1], [2]], [[0]] * 5, [[0], [0]], [], [4]))
-_GROUP = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, _WORDS.value)))  # [groups]
-_GROUP_ROWS = gl.constexpr(gl.SliceLayout(2, _WORDS.value))  # [groups, 16]
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
@@ -597,9 +595,8 @@ def wide_kernel(
     value_row = gl.arange(0, _T, gl.SliceLayout(1, _VALUE_COPY))
     value_at = VALUE_DATA[0] + head * VALUE_DATA[2] + (value_row % 8 * (2 * VALUE_DATA[1]))[:, None]
     value_at += (gl.arange(0, 32, gl.SliceLayout(0, _VALUE_COPY)) * 2)[None, :]
-    field = gl.arange(
-        0, 4, gl.SliceLayout(0, gl.SliceLayout(1, _THREADS))
-    )  # norm, scale, zero, and zero again
+    # norm, scale, zero; in place of the last, _copy_fields sends for a page id
+    field = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, _THREADS)))
     field_at = gl.where(field == 0, KEY_NORM[0] + head * KEY_NORM[2], VALUE_ZERO[0] + head * VALUE_ZERO[2])
     field_at = gl.where(field == 1, VALUE_SCALE[0] + head * VALUE_SCALE[2], field_at)[None, None, :]
     field_at += (4 * gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, _THREADS))))[None, :, None]

@@ -875,7 +875,7 @@ def test_the_published_table_is_that_of_its_run(tmp_path: Path):
     """docs/performance.md ends with what bench makes of the stored run."""
     text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     published = text.partition("<!-- generated: do not edit -->\n")[2]
-    run = ROOT / "docs" / "measurements" / "h200-2026-11-30.json"
+    run = ROOT / "docs" / "measurements" / "h200-2026-12-01.json"
     main(
         ["table", "--run", str(run), "--markdown", str(tmp_path / "table.md")]
     )  # its wrong rows are an exit code

@@ -34,9 +34,10 @@ def _groups(harness: Harness, jobs: Sequence[Job]) -> dict[tuple[str, str, int, 
     found: dict[tuple[str, str, int, int, bool], list[Job]] = {}
     for job in jobs:
         decision = harness.decide(job)
-        plan = getattr(bind(decision, checks="off").ops, "plan", None)
-        if plan is None or not hasattr(plan, "columns"):
+        ops, case = bind(decision, checks="off").ops, job.case
+        if not hasattr(ops, "plan_for"):
             raise SpecError("--backend", decision.backend, "a backend with tile choices, such as triton_soa")
+        plan = ops.plan_for(case.batch, case.context, case.query_len, harness.setting.device)
         columns = int(plan.columns(job.case.query_len))
         wide = bool(plan.is_wide(columns))
         key = (decision.backend, job.case.preset, job.case.head_size, columns, wide)
