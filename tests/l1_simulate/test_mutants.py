@@ -66,11 +66,11 @@ CUT = {"lens": (200, 5, 64), "cut": True}
 
 SOURCE = [
     _s("mask off by one", "decode", "& (position < end), 0.0", "& (position <= end), 0.0"),
-    _s("accumulator not rescaled", "decode", "acc[u] * shrink[None, :]", "acc[u]", options=LONG),
+    _s("accumulator not rescaled", "decode", "kept *= shrink[None, :]", "kept *= 1.0", options=LONG),
     _s("weight not rescaled", "decode", "weight * alpha[None, :] +", "weight +", options=LONG),
     _s("zero points not rescaled", "decode", "offset * alpha[None, :] +", "offset +", options=LONG),
     _s("value scale not rescaled", "decode", "shrink = alpha * power_of_2(scale_top - new_scale_top)",
-       "shrink = alpha * 1.0", arch="gfx950", options={**LONG, "growing": True}),
+       "shrink = alpha * 1.0", arch="gfx950", options={**LONG, "growing": True}, nth=1),
     _s("key norm left out", "decode", "scores = scores * norm[:, None]", "scores = scores * 1.0"),
     _s("zero point left out", "decode", "total_offset = tl.sum(offset, axis=0)",
        "total_offset = tl.sum(offset * 0.0, axis=0)"),
