@@ -142,6 +142,19 @@ def test_of_32_columns_as_well(group, sinks, keys, monkeypatch):
     assert keys <= warm, f"not compiled by warm-up: {sorted(keys - warm)}"
 
 
+def test_which_plans_a_range_needs(monkeypatch):
+    """Wide tiles for much work, others for little: an empty block table is little work as well."""
+    monkeypatch.setattr(ops, "target_kind", lambda vendor: "cuda")
+    decision = Decision(
+        layer_spec(128, 8, 8, "bf16"), get_target("sm_90"), get_preset("4bit_nc"), 16, "triton_soa", "soa"
+    )
+    needed = bind(decision, checks="off").ops._contexts
+    assert needed(1, 1 << 15, 1, 132) == [(False, 1 << 15)], "8 columns"
+    assert needed(1, 4096, 4, 132) == [(True, 4096)]
+    assert needed(1, 1 << 15, 4, 132) == [(False, 1 << 15), (True, 6128)]
+    assert needed(1000, 4096, 4, 132) == [(False, 4096), (True, 0)]
+
+
 @pytest.mark.parametrize("group", [1, 3, 5, 16])
 @pytest.mark.parametrize(
     ("kernels_of", "preset"),
