@@ -53,8 +53,10 @@ never touched.
 
 Row j of a sequence with q query tokens sees keys [max(0, h - window), h), h = seq_len - q + j + 1.
 
-Splits leave partial results: fp16 numbers, multiplied by a power of two that lets the largest of a column lie in
-[2^14, 2^15), and beside them the column's lse and the inverse of that power. reduce.py joins them.
+Splits leave partial results: fp16 numbers, multiplied by a power of two that lets what no number of the column can
+exceed lie in [2^14, 2^15), and beside them the column's lse and the inverse of that power. reduce.py joins them. The
+bound follows from the largest value scale and the column's mean of middle values. It is as good as the largest number:
+fp16 has all its bits down to 2^29 below, which is how far P reaches below the largest value scale.
 
 With CUT the programs are (column tile, KV head, piece): the batch is cut into pieces by the lengths of its sequences
 (schedule.py), and a program finds out from the schedule, if there is one, which sequence its piece is of. Pieces are of
@@ -102,7 +104,7 @@ _P_LOG2 = tl.constexpr(14)  # log2 of where fp16(P * scale * r) ends
 _SLACK = tl.constexpr(4)  # LAZY: log2 of how far P may exceed 1
 _FLUSH = tl.constexpr(32)  # LAZY: tiles; a power of two
 _LOWEST = tl.constexpr(-3e38)  # LAZY: a reference before there is one
-_PART_TOP = tl.constexpr(14)  # log2 of where the largest number of a partial result begins
+_PART_TOP = tl.constexpr(14)  # log2 of where the bound of a partial result's numbers begins
 _CENTROID_EPS = tl.constexpr(1e-16)
 
 
@@ -1179,13 +1181,8 @@ def decode_kernel(
 
     table_ptr += sequence.to(tl.int64) * table_stride
     if ALONE:
-        ROWS_OF_QUERIES: tl.constexpr = max(N, 16) if KEY[2] == 8 else N
-        alone_column = first_column + tl.arange(0, ROWS_OF_QUERIES)
-        alone_query = alone_column // G
-        alone_start = (query_base + alone_query).to(tl.int64) * query_token_stride
-        alone_start += (head * G + alone_column % G) * query_head_stride
-        alone_live = (alone_query < query_len) & (alone_column < first_column + N)
-        raw = read_alone(query_ptr, alone_start, alone_live, N, KEY, KWIDTH)
+        start_of = (query_base + query).to(tl.int64) * query_token_stride + q_head * query_head_stride
+        raw = read_alone(query_ptr, start_of, live, N, KEY, KWIDTH)
     elif CUT:  # ahead of the many reads below, which they would wait for
         queries_read = _read_queries(
             query_ptr, query_scale_ptr, row, live, N, KUNITS, KSPAN, PLANES, CODES, KWIDTH, TARGET
@@ -1420,17 +1417,23 @@ def decode_kernel(
     lse = tl.where(seen, lse, float("-inf"))
     back = norm_out * power_of_2(scale_top - (P_TOP + 14))
     shift = total_offset * norm_out
+    if not DIRECT:
+        # No number is larger than this: codes are at most MIDDLE from the middle, scales below 2^(scale_top - 14).
+        most = tl.abs(shift) + power_of_2(scale_top - 14) * MIDDLE
+        to_half, from_half = fp16_range(most.to(tl.int32, bitcast=True), _PART_TOP)
+        back *= to_half
+        shift *= to_half
 
     r = tl.arange(0, ROWS)
+    factor = back[None, :]
+    if BARE_VALUES:
+        factor *= _value_scale(r, VALUE[0], VL)[:, None]
     results = ()
     for u in tl.static_range(VUNITS):
         result = acc[u]
         if LAZY and BARE_VALUES:
             result += _four_times(centre, ROWS, N)
-        result *= back[None, :]
-        if BARE_VALUES:
-            result *= _value_scale(r, VALUE[0], VL)[:, None]
-        results = results + (result + shift[None, :],)
+        results = results + (result * factor + shift[None, :],)
     if DIRECT:
         lane = r % VL
         at = (query_base + query).to(tl.int64) * out_token_stride + q_head * out_head_stride
@@ -1445,17 +1448,13 @@ def decode_kernel(
             at = (query_base + query).to(tl.int64) * lse_token_stride + q_head * lse_head_stride
             tl.store(lse_ptr + at, lse * _LN2, live)
     else:
-        most = tl.zeros((ROWS, N), tl.float32)
-        for u in tl.static_range(VUNITS):
-            most = tl.maximum(most, tl.abs(results[u]))
-        to_half, from_half = fp16_range(tl.max(most, axis=0).to(tl.int32, bitcast=True), _PART_TOP)
         where = _part(row, query, q_head, splits, part, most_queries, HQ, CUT, MULTI)
         if PAIRED:
             for i in tl.static_range(PAIRS):
-                low = results[2 * i] * to_half[None, :]
+                low = results[2 * i]
                 high = low  # of the last of an odd number nothing
                 if 2 * i + 1 < VUNITS:
-                    high = results[2 * i + 1] * to_half[None, :]
+                    high = results[2 * i + 1]
                 at = where * (PAIRS * ROWS) + i * ROWS
                 tl.store(out_ptr + at[None, :] + r[:, None], fp16_pair(low, high, TARGET), live[None, :])
         else:
@@ -1465,6 +1464,6 @@ def decode_kernel(
                     + where[None, :] * (VUNITS * ROWS)
                     + (u * ROWS + r)[:, None]
                 )
-                tl.store(at, (results[u] * to_half[None, :]).to(tl.float16), live[None, :])
+                tl.store(at, results[u].to(tl.float16), live[None, :])
         tl.store(lse_ptr + 2 * where, lse, live)
         tl.store(lse_ptr + 2 * where + 1, from_half, live)

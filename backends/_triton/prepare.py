@@ -98,17 +98,16 @@ def prepare_kernel(
         down, up = byte_range(largest, BASE)
     else:
         down, up = fp16_range(largest, 11)
-    y = y * down[:, None]
     tl.store(scale_ptr + row, up, inside)
     keep = inside[:, None] & (column < KP)[None, :]
     if BASE > 0:
-        upper, lower = two_bytes(y, BASE, STRETCH)
+        upper, lower = two_bytes(y, down[:, None], up[:, None], BASE, STRETCH)
         at = prepared_ptr.to(tl.pointer_type(tl.int8)) + row[:, None] * (2 * KP) + column[None, :]
         tl.store(at, upper, keep)
         if CODES:
             lower = nibble_order(lower, R, KP2, KWIDTH)
         tl.store(at + KP, lower, keep)
     else:
-        tl.store(prepared_ptr + row[:, None] * KP + column[None, :], y.to(tl.float16), keep)
+        tl.store(prepared_ptr + row[:, None] * KP + column[None, :], (y * down[:, None]).to(tl.float16), keep)
     if PDL and (CUT or not EARLY):
         gdc_launch_dependents()

@@ -48,15 +48,17 @@ def byte_range(
 
 @triton.jit
 def two_bytes(
-    y,  # fp32, at most 127 * BASE
+    y,  # fp32, at most 127 * BASE in magnitude if multiplied by ``down``
+    down,  # broadcasts to y
+    up,  # 1 / down
     BASE: tl.constexpr,
     STRETCH: tl.constexpr,
 ):
-    """(upper, lower), int8: the nearest multiple of BASE, and the rest, stretched and rounded."""
-    rounded = y * (1.0 / BASE) + _ROUND
+    """(upper, lower) of y * down, int8: the nearest multiple of BASE, and the rest, stretched and rounded."""
+    rounded = y * (down * (1.0 / BASE)) + _ROUND
     upper = rounded.to(tl.int32, bitcast=True).to(tl.int8)
-    lower = (y - (rounded - _ROUND) * BASE) * STRETCH
-    lower = (lower + _ROUND).to(tl.int32, bitcast=True).to(tl.int8)
+    rest = y - (rounded - _ROUND) * (up * BASE)
+    lower = (rest * (down * STRETCH) + _ROUND).to(tl.int32, bitcast=True).to(tl.int8)
     return upper, lower
 
 
@@ -84,19 +86,18 @@ def read_alone(
     KEY: tl.constexpr,
     KWIDTH: tl.constexpr,
 ):
-    """The rows of N columns, unrotated. Of 3-bit and 4-bit codes chunks [N, 16], of FP8 units [16, N], as tuples."""
+    """The rows of N columns, unrotated. Of 3-bit and 4-bit codes per unit both its chunks [2 N, 16] (_chunks), of FP8
+    units [16, N]; as tuples."""
     UNITS: tl.constexpr = KEY[3]
     out = ()
     if KEY[2] == 8:
-        ROWS: tl.constexpr = start.shape[0]
         r = tl.arange(0, 32)
         for u in tl.static_range(UNITS):
             at = query_ptr + start[:, None] + _dim(u, r // 8, r % 8, KEY)[None, :]
             at = tl.max_contiguous(tl.multiple_of(at, (1, 16)), (1, 8))
             x = tl.load(at, live[:, None], 0.0)
-            x = tl.reshape(x, (ROWS, 4, 2, 2, 2))  # lane, bits 2, 1, 0 of the place
-            low, high = tl.split(tl.permute(x, (0, 3, 1, 4, 2)))
-            out = out + (tl.reshape(low, (ROWS, 16)), tl.reshape(high, (ROWS, 16)))
+            x = tl.reshape(x, (N // 8, 8, 4, 2, 2, 2))  # lane, bits 2, 1, 0 of the place
+            out = out + (tl.reshape(tl.permute(x, (0, 4, 1, 3, 2, 5)), (2 * N, 16)),)
     else:
         SPAN: tl.constexpr = 4 * KWIDTH
         r = tl.arange(0, SPAN)
@@ -112,6 +113,16 @@ def read_alone(
                 x = tl.reshape(tl.permute(tl.join(x, pieces[1]), (2, 0, 1)), (16, N))
             out = out + (x,)
     return out
+
+
+@triton.jit
+def _chunks(
+    x,  # [2 N, 16]: eight columns of chunk 2 u, the same of chunk 2 u + 1, the next eight columns of both
+    N: tl.constexpr,
+):
+    """(chunk 2 u, chunk 2 u + 1), [N, 16] each."""
+    low, high = tl.split(tl.permute(tl.reshape(x, (N // 8, 2, 8, 16)), (0, 2, 3, 1)))
+    return tl.reshape(low, (N, 16)), tl.reshape(high, (N, 16))
 
 
 @triton.jit
@@ -145,13 +156,13 @@ def _unit(
     KWIDTH: tl.constexpr,
 ):
     """[N, 32]: the columns of a unit in the order of KeyTile.dims."""
-    x = tl.reshape(tl.join(low, high), (N, 2, 4, 2, 2))  # bit 1 of the place, lane, bit 0, bit 2
+    x = tl.reshape(tl.join(low, high), (N, 2, 4, 2, 2))  # bit 2 of the place, lane, bit 0, bit 1
     if KWIDTH == 8:
-        x = tl.permute(x, (0, 2, 4, 1, 3))
+        x = tl.permute(x, (0, 2, 1, 4, 3))
     elif KWIDTH == 4:
-        x = tl.permute(x, (0, 4, 2, 1, 3))
+        x = tl.permute(x, (0, 1, 2, 4, 3))
     else:
-        x = tl.permute(x, (0, 4, 1, 2, 3))
+        x = tl.permute(x, (0, 1, 4, 2, 3))
     return tl.reshape(x, (N, 32))
 
 
@@ -185,11 +196,8 @@ def rotate_alone(
         tl.static_assert(CHUNKS <= 16)  # levels below
         signs = _signs(read[0])
         y = ()
-        for i in tl.static_range(CHUNKS):
-            part = tl.dot(read[i], signs)
-            if N == 8:  # rows 8 to 15 are none
-                part, _none = tl.split(tl.permute(tl.reshape(part, (2, 8, 16)), (1, 2, 0)))
-            y = y + (part,)
+        for u in tl.static_range(UNITS):
+            y = y + _chunks(tl.dot(read[u], signs), N)
         for level in tl.static_range(4):
             if (1 << level) < CHUNKS:
                 z = ()
@@ -209,11 +217,9 @@ def rotate_alone(
             down, up = fp16_range(largest, 11)
         out = (up,)
         for u in tl.static_range(UNITS):
-            low = y[2 * u] * down[:, None]
-            high = y[2 * u + 1] * down[:, None]
             if PLANES > 0:
-                low_upper, low_lower = two_bytes(low, BASE, STRETCH)
-                high_upper, high_lower = two_bytes(high, BASE, STRETCH)
+                low_upper, low_lower = two_bytes(y[2 * u], down[:, None], up[:, None], BASE, STRETCH)
+                high_upper, high_lower = two_bytes(y[2 * u + 1], down[:, None], up[:, None], BASE, STRETCH)
                 upper = _unit(low_upper, high_upper, N, KWIDTH)
                 lower = _unit(low_lower, high_lower, N, KWIDTH)
                 parts = (_keep(tl.trans(upper), TARGET),)
@@ -224,6 +230,8 @@ def rotate_alone(
                     parts = parts + (_keep(tl.trans(lower), TARGET),)
                 out = out + (parts,)
             else:
-                unit = _unit(low.to(tl.float16), high.to(tl.float16), N, KWIDTH)
+                low = (y[2 * u] * down[:, None]).to(tl.float16)
+                high = (y[2 * u + 1] * down[:, None]).to(tl.float16)
+                unit = _unit(low, high, N, KWIDTH)
                 out = out + (_keep(tl.trans(unit), TARGET),)
     return out

@@ -116,7 +116,10 @@ def piece_taken(
     """The piece that a program takes, 0 to programs - 1: those of class 0 first."""
     if CLASSES > 1:
         each = programs // CLASSES
-        program = program % each * CLASSES + program // each
+        of_class = 0
+        for i in tl.static_range(1, CLASSES):  # a division by a number that is not known takes longer
+            of_class += (program >= i * each).to(tl.int32)
+        program = (program - of_class * each) * CLASSES + of_class
     return program
 
 
@@ -368,23 +371,28 @@ def _cut_alone(
     """What cut_batch would write, without writing it: (tiles to a piece, lengths, pieces of each sequence), the last
     two [AT_ONCE]. Every program that wants a piece works it out for itself.
 
-    The more tiles to a piece the fewer pieces, so the first candidate that fits is found by halving.
+    The more tiles to a piece the fewer pieces, so the first candidate that fits is found by halving, if it is not the
+    very first.
     """
     lens, signed = _lengths(seq_lens_ptr, 0, batch, window, AT_ONCE, T, WINDOW)
     tiles = signed.to(tl.uint32)  # divisions of unsigned numbers are shorter
     batch, pieces, min_tiles = batch.to(tl.uint32), pieces.to(tl.uint32), min_tiles.to(tl.uint32)
     total, longest = tl.sum(tiles, axis=0), tl.max(signed, axis=0).to(tl.uint32)
     least, most = _bounds(total, longest, batch, pieces, min_tiles, MOST)
-    low = tl.zeros((), tl.uint32)
-    high = tl.full((), _CANDIDATES - 1, tl.uint32)  # this one fits
-    tl.static_assert(_CANDIDATES == 16)
-    for _step in tl.static_range(4):
-        middle = (low + high) // 2
-        fits = tl.sum(_pieces(tiles, _candidate(least, most, middle)), axis=0) <= pieces
-        low = tl.where(fits, low, middle + 1)
-        high = tl.where(fits, middle, high)
-    share = _candidate(least, most, high)
-    return share.to(tl.int32), lens, _pieces(tiles, share).to(tl.int32)
+    share = least
+    count = _pieces(tiles, share)
+    if tl.sum(count, axis=0) > pieces:  # not where lengths are alike
+        low = tl.full((), 1, tl.uint32)
+        high = tl.full((), _CANDIDATES - 1, tl.uint32)  # this one fits
+        tl.static_assert(_CANDIDATES == 16)
+        for _step in tl.static_range(4):
+            middle = (low + high) // 2
+            fits = tl.sum(_pieces(tiles, _candidate(least, most, middle)), axis=0) <= pieces
+            low = tl.where(fits, low, middle + 1)
+            high = tl.where(fits, middle, high)
+        share = _candidate(least, most, high)
+        count = _pieces(tiles, share)
+    return share.to(tl.int32), lens, count.to(tl.int32)
 
 
 @triton.jit
