@@ -996,25 +996,37 @@ _ROW = _THREAD[:_WARP, None] // 4 + np.zeros(2, np.int64)
 _PAIR = 2 * (_THREAD[:_WARP, None] % 4) + np.arange(2)
 
 
-@_executes("ldmatrix.sync.aligned.m8n8.x4.shared.b16", "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16")
+def _matrix_threads(count: int) -> NDArray[np.int64]:
+    """Those whose addresses of rows count, eight of a warp for each of ``count`` matrices."""
+    return _THREAD[_THREAD % _WARP < 8 * count]
+
+
+_MATRICES = [f"m8n8.x{count}{trans}.shared.b16" for count in (1, 2, 4) for trans in ("", ".trans")]
+
+
+@_executes(*(f"ldmatrix.sync.aligned.{shape}" for shape in _MATRICES))
 def _ldmatrix(block: _Block, i: Instruction, mask: Values) -> None:
-    data = block.shared.load(_places(block, i.operands[1], 16, mask), _THREAD)
-    matrices = data.view(np.uint16).reshape(_WARPS, 4, 8, 8)
+    names = _names(i.operands[0])
+    threads = _matrix_threads(len(names))
+    data = block.shared.load(_places(block, i.operands[1], 16, mask & np.isin(_THREAD, threads)), threads)
+    matrices = data.view(np.uint16).reshape(_WARPS, len(names), 8, 8)
     rows, columns = (_PAIR, _ROW) if ".trans." in i.name else (_ROW, _PAIR)
-    for number, name in enumerate(_names(i.operands[0])):
+    for number, name in enumerate(names):
         held = matrices[:, number][:, rows, columns]  # [warps, lanes, 2]
         block.put(name, _joined(held.reshape(THREADS, 2), 32), mask)
 
 
-@_executes("stmatrix.sync.aligned.m8n8.x4.shared.b16", "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16")
+@_executes(*(f"stmatrix.sync.aligned.{shape}" for shape in _MATRICES))
 def _stmatrix(block: _Block, i: Instruction, mask: Values) -> None:
-    matrices = np.zeros((_WARPS, 4, 8, 8), np.uint16)
+    names = _names(i.operands[1])
+    threads = _matrix_threads(len(names))
+    matrices = np.zeros((_WARPS, len(names), 8, 8), np.uint16)
     rows, columns = (_PAIR, _ROW) if ".trans." in i.name else (_ROW, _PAIR)
-    for number, name in enumerate(_names(i.operands[1])):
+    for number, name in enumerate(names):
         held = np.ascontiguousarray(block.get(name, 32)).view(np.uint16).reshape(_WARPS, _WARP, 2)
         matrices[:, number][:, rows, columns] = held
-    data = matrices.view(np.uint8).reshape(THREADS, 16)
-    block.shared.store(_places(block, i.operands[0], 16, mask), _THREAD, data)
+    data = matrices.view(np.uint8).reshape(len(threads), 16)
+    block.shared.store(_places(block, i.operands[0], 16, mask & np.isin(_THREAD, threads)), threads, data)
 
 
 # "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions"

@@ -134,7 +134,8 @@ def _memory(arguments: Arguments, constants: Constants) -> tuple[GlobalMemory, l
         if name in unused:
             parameters.append(np.full(THREADS, _NOWHERE, np.uint64))
             continue
-        start = base if name in _ALIGNED else base + 4
+        partial = name == "out_ptr" and not constants["DIRECT"]  # in the workspace
+        start = base if name in _ALIGNED or partial else base + 4
         data = _bytes(value)
         regions.append(
             Region(

@@ -1233,9 +1233,9 @@ def decode_kernel(
                 by_code = tl.trans(nibble_order(tl.trans(parts[2]), N, KSPAN, KWIDTH))
                 parts = (parts[0], parts[1], by_code)
             queries = queries + (parts,)
-        left_out = tl.max(upper_sums, axis=0).to(tl.float32) * BYTE_OFFSETS[0]
-        left_out += tl.max(lower_sums, axis=0).to(tl.float32) * BYTE_OFFSETS[1]
-        column_offset = left_out * column_scale
+        left_out = upper_sums.to(tl.float32) * BYTE_OFFSETS[0]
+        left_out += lower_sums.to(tl.float32) * BYTE_OFFSETS[1]
+        column_offset = left_out * column_scale[None, :]
     else:
         queries = _slice(queries_read, 1, KUNITS)
 
@@ -1318,7 +1318,7 @@ def decode_kernel(
                 table_ptr, tl.minimum(token + 2 * T, last_token), last_group, some, BLOCK_SIZE, GROUPS
             )
         if PLANES > 0:
-            scores = sums.to(tl.float32) * column_scale[None, :] + column_offset[None, :]
+            scores = sums.to(tl.float32) * column_scale[None, :] + column_offset
         else:
             scores = scores * column_scale[None, :]
         if KEY[0] != 8:

@@ -131,6 +131,7 @@ _FIELDS = gl.constexpr(  # likewise: all fields of its pair for each thread
 _OF_WARP = gl.constexpr(gl.DistributedLinearLayout([], [[0]] * 5, [[1], [2]], [], [4]))
 _OF_ALL = gl.constexpr(gl.DistributedLinearLayout([[1], [2]], [[0]] * 5, [[0], [0]], [], [4]))
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.constexpr_function
@@ -142,6 +143,29 @@ def _sums_layout(N):
         [[8, 0], [16, 0]],
         [],
         [32, N],
+    )
+
+
+@gluon.constexpr_function
+def _columns_layout(N):
+    """[32, N, 2]: a column to a lane, and what there is of rows to all."""
+    columns = [[0, 1 << i, 0] for i in range(N.bit_length() - 1)]
+    rows = [[1 << i, 0, 0] for i in range(5)]
+    in_lane = 3 - (5 - len(columns))
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1], *rows[:in_lane]], [*columns, *rows[in_lane:3]], rows[3:], [], [32, N, 2]
+    )
+
+
+@gluon.constexpr_function
+def _result_layout(N):
+    """[32, 4, N]: of a column four neighbouring dims to a lane; the registers of the accumulator in this order."""
+    return gl.DistributedLinearLayout(
+        [[0, 1, 0], [0, 2, 0], [0, 0, 1], *([0, 0, 8 << i] for i in range((N // 8).bit_length() - 1))],
+        [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[8, 0, 0], [16, 0, 0]],
+        [],
+        [32, 4, N],
     )
 
 
@@ -439,6 +463,24 @@ def _add_rows(
     return sums
 
 
+@gluon.jit
+def _made_here(
+    x,  # int32
+):
+    """x. A constant would be put into its register where it is used: behind the fence that products begin with."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _some_row(
+    x,  # [T, N]
+    N: gl.constexpr,
+):
+    """One of the rows of each thread, [32 threads of a column, N]. No exchange."""
+    low, _ = gl.split(gl.permute(gl.reshape(x, (4, 2, 8, N)), (0, 2, 3, 1)))
+    return gl.convert_layout(gl.reshape(low, (32, N)), _sums_layout(N), assert_trivial=True)
+
+
 _ARGUMENT_NAMES = (
     "scale_log2", "window", "soft_cap", "splits", "table_stride", "out_token_stride", "out_head_stride",
     "lse_token_stride", "lse_head_stride", "min_tiles", "pieces", "most_queries", "skew", "batch",
@@ -612,20 +654,6 @@ def wide_kernel(
     first_token = start + tile_low * _T
     last_token = start + (tile_high - 1) * _T  # of the last tile
 
-    # ---- the first two tiles
-    last = gl.minimum(last_token + 16 * gl.arange(0, _GROUPS, gl.SliceLayout(1, _PAIRS)), last_group)
-    for i in gl.static_range(2):
-        groups = _groups(first_token + i * _T, last)
-        pages = gl.load(_page_ptr(table_ptr, groups, BLOCK_SIZE), some, 0)
-        within = gl.where(some, _within(groups, BLOCK_SIZE), 0)
-        page_ptr = _page_ptr(table_ptr, _groups(first_token + (i + 2) * _T, last), BLOCK_SIZE)
-        _send(
-            cache_ptr, pages, within, page_ptr, some, key_at, value_at, field_at, keys, values, fields, i,
-            KEY_DATA, VALUE_DATA,
-        )  # fmt: skip
-
-    if PDL and not CUT:  # up to here nothing depends on the kernel before this one; it wrote the queries
-        gdc_wait()
     # ---- queries, in the order in which _key_operand has the codes; lower comes from prepare.py in that of code bytes
     READ: gl.constexpr = _read_layout(N)
     query_column = first_column + gl.arange(0, N, gl.SliceLayout(1, READ))
@@ -639,22 +667,52 @@ def wide_kernel(
         place = k
     place = gl.max_contiguous(gl.multiple_of(place, 4), 4)
     row_ptr = query_ptr.to(gl.pointer_type(gl.int8)) + query_row[:, None] * (2 * _D)
-    upper_read = gl.load(row_ptr + place[None, :], read_live, 0)
-    lower_read = gl.load(row_ptr + _D + place[None, :], read_live, 0)
+    if CUT:  # prepare has ended: ahead of the copies, which would wait for page ids first
+        upper_read = gl.load(row_ptr + place[None, :], read_live, 0)
+        lower_read = gl.load(row_ptr + _D + place[None, :], read_live, 0)
+        factor = gl.load(query_scale_ptr + row, live, 0.0) * scale_log2
+
+    # ---- the first two tiles
+    last = gl.minimum(last_token + 16 * gl.arange(0, _GROUPS, gl.SliceLayout(1, _PAIRS)), last_group)
+    for i in gl.static_range(2):
+        groups = _groups(first_token + i * _T, last)
+        pages = gl.load(_page_ptr(table_ptr, groups, BLOCK_SIZE), some, 0)
+        within = gl.where(some, _within(groups, BLOCK_SIZE), 0)
+        page_ptr = _page_ptr(table_ptr, _groups(first_token + (i + 2) * _T, last), BLOCK_SIZE)
+        _send(
+            cache_ptr, pages, within, page_ptr, some, key_at, value_at, field_at, keys, values, fields, i,
+            KEY_DATA, VALUE_DATA,
+        )  # fmt: skip
+
+    if not CUT:
+        if PDL:  # up to here nothing depends on the kernel before this one; it wrote the queries
+            gdc_wait()
+        upper_read = gl.load(row_ptr + place[None, :], read_live, 0)
+        lower_read = gl.load(row_ptr + _D + place[None, :], read_live, 0)
+        factor = gl.load(query_scale_ptr + row, live, 0.0) * scale_log2
     QUERIES: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     upper = gl.allocate_shared_memory(gl.int8, [N, _D], QUERIES, upper_read)
     lower = gl.allocate_shared_memory(gl.int8, [N, _D], QUERIES, lower_read)
     coarse = gl.allocate_shared_memory(gl.int8, [N, _D], QUERIES, _code_order(upper_read, N))
+    # Sums of queries, the same in all rows. Of other copies: with descriptors in common, those of the loop would be kept
+    # in registers that are not uniform.
+    upper_too = gl.allocate_shared_memory(gl.int8, [N, _D], QUERIES, upper_read)
+    lower_too = gl.allocate_shared_memory(gl.int8, [N, _D], QUERIES, lower_read)
     fence_async_shared()
-    left_out = gl.sum(upper_read.to(gl.int32), 1).to(gl.float32) * BYTE_OFFSETS[0]
-    left_out += gl.sum(lower_read.to(gl.int32), 1).to(gl.float32) * BYTE_OFFSETS[1]
+    one = _made_here(gl.full((_GROUPS, 16, 4), 0x01010101, gl.int32, _WORDS))
+    ones = _key_operand((one, one), (one, one), (one, one), (one, one), KEYS)
+    upper_sums = gl.zeros((_T, N), gl.int32, SCORES)
+    lower_sums = gl.zeros((_T, N), gl.int32, SCORES)
+    upper_sums = warpgroup_mma(ones, upper_too.permute((1, 0)), upper_sums)
+    lower_sums = warpgroup_mma(ones, lower_too.permute((1, 0)), lower_sums)
+    left_out = upper_sums.to(gl.float32) * BYTE_OFFSETS[0] + lower_sums.to(gl.float32) * BYTE_OFFSETS[1]
 
     # What is one number per column lies in shared memory: registers are what this kernel is short of.
-    factor = gl.load(query_scale_ptr + row, live, 0.0) * scale_log2
     column_scale = gl.allocate_shared_memory(gl.float32, [N], _FLAT, factor)
-    column_offset = gl.allocate_shared_memory(
-        gl.float32, [N], _FLAT, gl.convert_layout(left_out, COLUMN) * factor
+    column_offsets = gl.allocate_shared_memory(  # equal rows: the one that a thread writes is the one that it reads
+        gl.float32, [32, N], _PLAIN, _some_row(left_out * factor[None, :], N)
     )
+    column_offset = column_offsets.slice(0, 1)
     column_high = gl.allocate_shared_memory(gl.int32, [N], _FLAT, high)
     column_where = gl.allocate_shared_memory(gl.int32, [N], _FLAT, gl.where(live, where, -1))
     weights = gl.allocate_shared_memory(gl.float16, [_T, N], gl.NVMMASharedLayout(2 * N, 16, 2))
@@ -694,7 +752,7 @@ def wide_kernel(
         rest = warpgroup_mma(codes, lower.permute((1, 0)), rest, is_async=True)
         by_upper, rest = warpgroup_mma_wait(0, deps=(by_upper, rest))
         scores = (by_upper * BASE + rest).to(gl.float32) * column_scale.load(COLUMN)[None, :]
-        scores += column_offset.load(COLUMN)[None, :]
+        scores += column_offset.load(SCORES)
         norm_now, scale_now, zero_now, pages = _fields(fields.index(stage).load(_FIELDS))
         norm = _rows(norm_now, ROW)
         v_scale = _rows(scale_now, ROW)
@@ -770,10 +828,16 @@ def wide_kernel(
 
     if PDL and not DIRECT:
         gdc_launch_dependents()
-    total_weight = gl.convert_layout(gl.sum(weight, 0), COLUMN)
-    total_offset = gl.convert_layout(gl.sum(offset, 0), COLUMN)
-    reference = column_reference.load(COLUMN)
-    to_row = column_where.load(COLUMN)
+    # A lane has one column here, all four warps the same.
+    COLUMNS_OF: gl.constexpr = _columns_layout(N)
+    LANE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, COLUMNS_OF))
+    sums = gl.allocate_shared_memory(gl.float32, [32, N, 2], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    sums.store(gl.join(weight, offset))
+    total_weight, total_offset = gl.split(gl.sum(sums.load(COLUMNS_OF), 0))
+    total_weight = gl.convert_layout(total_weight, LANE, assert_trivial=True)
+    total_offset = gl.convert_layout(total_offset, LANE, assert_trivial=True)
+    reference = column_reference.load(LANE)
+    to_row = column_where.load(LANE)
     live = to_row >= 0
     seen = total_weight > 0.0
     if SINKS and DIRECT:
@@ -787,26 +851,36 @@ def wide_kernel(
         norm_out = 1.0 / total_weight
     norm_out = gl.where(seen, norm_out, 0.0)
     lse = gl.where(seen, lse, float("-inf"))
-    back = gl.convert_layout(
-        norm_out * power_of_2(scale_top - (_P_LOG2 + 14)), OUT_COLUMN, assert_trivial=True
-    )
-    shift = gl.convert_layout(total_offset * norm_out, OUT_COLUMN, assert_trivial=True)
-    result = acc * back[None, :] + shift[None, :]
-    r = gl.arange(0, _D, gl.SliceLayout(1, OUT))
-    dim = (r // 16 % 4 * 8 + r % 8) * 4 + r // 64 * 2 + r // 8 % 2
-    out_row = column_where.load(OUT_COLUMN)
-    keep = (out_row >= 0)[None, :]
+    back = norm_out * power_of_2(scale_top - (_P_LOG2 + 14))
+    shift = total_offset * norm_out
     if DIRECT:
-        at = (out_row // HQ).to(gl.int64) * out_token_stride + out_row % HQ * out_head_stride
-        gl.store(out_ptr + at[None, :] + dim[:, None], result.to(out_ptr.dtype.element_ty), keep)
         if WRITE_LSE:
             at = (to_row // HQ).to(gl.int64) * lse_token_stride + to_row % HQ * lse_head_stride
             gl.store(lse_ptr + at, lse * _LN2, live)
     else:
-        largest = gl.max(gl.abs(result), 0).to(gl.int32, bitcast=True)
-        to_half, from_half = fp16_range(largest, _PART_TOP)
-        at = out_ptr.to(gl.pointer_type(gl.float16)) + out_row.to(gl.int64)[None, :] * _D + dim[:, None]
-        gl.store(at, (result * to_half[None, :]).to(gl.float16), keep)
+        # as in decode.py: no number is larger than this
+        most = gl.abs(shift) + power_of_2(scale_top - (14 - 3))
+        to_half, from_half = fp16_range(most.to(gl.int32, bitcast=True), _PART_TOP)
+        back *= to_half
+        shift *= to_half
         at = lse_ptr + 2 * to_row.to(gl.int64)
         gl.store(at, lse, live)
-        gl.store(at + 1, gl.convert_layout(from_half, COLUMN, assert_trivial=True), live)
+        gl.store(at + 1, from_half, live)
+
+    column_scale.store(back)
+    column_reference.store(shift)
+    result = acc * column_scale.load(OUT_COLUMN)[None, :] + column_reference.load(OUT_COLUMN)[None, :]
+    # rows are b, w, h, g of _value_operand; dim (8 w + g) * 4 + 2 b + h
+    RESULT: gl.constexpr = _result_layout(N)
+    result = gl.reshape(gl.permute(gl.reshape(result, (2, 4, 2, 8, N)), (1, 3, 0, 2, 4)), (32, 4, N))
+    result = gl.convert_layout(result, RESULT, assert_trivial=True)
+    four = gl.arange(0, 32, gl.SliceLayout(1, gl.SliceLayout(2, RESULT)))[:, None, None] * 4
+    dim = four + gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, RESULT)))[None, :, None]
+    out_row = column_where.load(gl.SliceLayout(0, gl.SliceLayout(1, RESULT)))[None, None, :]
+    if DIRECT:
+        at = (out_row // HQ).to(gl.int64) * out_token_stride + out_row % HQ * out_head_stride
+        gl.store(out_ptr + at + dim, result.to(out_ptr.dtype.element_ty), out_row >= 0)
+    else:
+        at = out_ptr.to(gl.pointer_type(gl.float16)) + out_row.to(gl.int64) * _D + dim
+        at = gl.max_contiguous(gl.multiple_of(at, [1, 8, 1]), [1, 4, 1])
+        gl.store(at, _half(result), out_row >= 0)

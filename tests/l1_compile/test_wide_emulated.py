@@ -159,8 +159,11 @@ ONE_LESS = {
     "cp.async.commit_group": "copy has not arrived",
 }
 """Instructions none of which may be missing, and what is found then."""
-SPARE = {"bar.sync": 1, "wgmma.fence.sync.aligned": 1} if ops.COMPILER == "3.6" else {}
-"""Of these so many that the compiler need not have put in: a barrier in front of the first copies, a second fence."""
+SPARE = {"bar.sync": 2, "wgmma.wait_group.sync.aligned": 1}
+if ops.COMPILER == "3.6":
+    SPARE["wgmma.fence.sync.aligned"] = 2
+"""Of these so many that the compiler need not have put in: barriers in front of the first copies and between what a warp
+writes and reads alone, a wait for the first of two sums, a second fence."""
 
 
 def _program() -> Program:
