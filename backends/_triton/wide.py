@@ -694,6 +694,9 @@ def wide_kernel(
     upper = gl.allocate_shared_memory(gl.int8, [N, _D], QUERIES, upper_read)
     lower = gl.allocate_shared_memory(gl.int8, [N, _D], QUERIES, lower_read)
     coarse = gl.allocate_shared_memory(gl.int8, [N, _D], QUERIES, _code_order(upper_read, N))
+    # P, of a tile. Here, so that it lies where none of the others does: where a product's operand had the place of an
+    # earlier one's, ptxas of CUDA 12.8 made its descriptor from a register that it had not set.
+    weights = gl.allocate_shared_memory(gl.float16, [_T, N], gl.NVMMASharedLayout(2 * N, 16, 2))
     # Sums of queries, the same in all rows. Of other copies: with descriptors in common, those of the loop would be kept
     # in registers that are not uniform.
     upper_too = gl.allocate_shared_memory(gl.int8, [N, _D], QUERIES, upper_read)
@@ -715,7 +718,6 @@ def wide_kernel(
     column_offset = column_offsets.slice(0, 1)
     column_high = gl.allocate_shared_memory(gl.int32, [N], _FLAT, high)
     column_where = gl.allocate_shared_memory(gl.int32, [N], _FLAT, gl.where(live, where, -1))
-    weights = gl.allocate_shared_memory(gl.float16, [_T, N], gl.NVMMASharedLayout(2 * N, 16, 2))
     flags = gl.allocate_shared_memory(gl.int32, [4], _FLAT)
     column_reference = gl.allocate_shared_memory(
         gl.float32, [N], _FLAT, gl.full((N,), _LOWEST, gl.float32, COLUMN)

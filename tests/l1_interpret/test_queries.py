@@ -26,9 +26,8 @@ def alone_kernel(
     BASE: tl.constexpr, STRETCH: tl.constexpr, KWIDTH: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """The first N rows of [tokens, HQ, D], written as [N, parts, KP]."""
-    ROWS: tl.constexpr = max(N, 16) if KEY[2] == 8 else N
-    row = tl.arange(0, ROWS)
-    live = (row < N) & (row < tokens * HQ)
+    row = tl.arange(0, N)
+    live = row < tokens * HQ
     start = (row // HQ).to(tl.int64) * token_stride + (row % HQ) * head_stride
     read = read_alone(query_ptr, start, live, N, KEY, KWIDTH)
     made = rotate_alone(read, N, KEY, PLANES, CODES, BASE, STRETCH, KWIDTH, TARGET)
