@@ -295,16 +295,19 @@ class DecodePlan:
         for more than what it saves: such shapes are for a plan without wide tiles."""
         if not self.is_wide(self.columns(max_query_len)):
             return False
-        return self.visible(max_context, max_query_len) <= self.little_context(batch, compute_units)
+        return self.visible(max_context, max_query_len) <= self.little_context(
+            batch, max_query_len, compute_units
+        )
 
-    def little_context(self, batch: int, compute_units: int) -> int:
+    def little_context(self, batch: int, max_query_len: int, compute_units: int) -> int:
         """The most tokens of each sequence that are so little work."""
         heads = max(batch, 1) * self.layer.num_kv_heads
-        return -(-int(self.tuned(0)["wide_work"]) * compute_units // heads) - 1
+        choice = self.tuned(self.columns(max_query_len), max_query_len > 1)
+        return -(-int(choice["wide_work"]) * compute_units // heads) - 1
 
     def tuned(self, columns: int, multi: bool = False) -> Mapping[str, Any]:
         """Tile and split choices for a kernel of ``columns`` columns. multi: for several query tokens of a sequence,
-        on which only ``alone`` may depend."""
+        on which only ``alone`` and ``wide_work`` may depend."""
         target = self.decision.target
         if (columns, multi) in self._choices:
             return self._choices[columns, multi]
@@ -814,7 +817,8 @@ class TritonOps:
             return [(False, max_context)]
         if self.plan.little(batch, max_context, max_query_len, units):
             return [(True, max_context)]
-        most = self.plan.little_context(batch, units) // self.layout.block_size * self.layout.block_size
+        most = self.plan.little_context(batch, max_query_len, units)
+        most = most // self.layout.block_size * self.layout.block_size
         return [(False, max_context), *([(True, most)] if most >= 0 else [])]
 
     @staticmethod

@@ -93,8 +93,9 @@ def test_short_splits_are_fewer():
 
 
 def test_which_decodes_need_no_prepare():
-    """Head sizes that are powers of two, any batch unless it is cut; not several query tokens in 16 columns."""
-    plan = _plan()
+    """Head sizes that are powers of two, any batch unless it is cut; not several query tokens in 16 columns, nor wide
+    tiles."""
+    plan = _plan(wide_from=0)
     assert [plan.alone_for(8, False, batch, 0) > 0 for batch in (1, 64, 65, 1000)] == [True] * 4
     assert [plan.alone_for(8, False, batch, 300) for batch in (2, 32, 33, 64, 65)] == [32, 32, 64, 64, 0]
     assert [plan.alone_for(columns, multi, 4, 99) for columns in (8, 16) for multi in (False, True)] == [
@@ -103,6 +104,7 @@ def test_which_decodes_need_no_prepare():
         32,
         0,
     ]
+    assert not _plan().alone_for(16, False, 4, 0)
     for head_size in (64, 256):
         assert _plan(head_size=head_size).alone_for(8, False, 1, 0)
     for head_size in (80, 96, 112, 192):
@@ -163,21 +165,21 @@ def test_decode_of_a_cut_batch_waits_where_a_second_wave_would_begin():
     assert plan.early_cut(full + 1, 1, UNITS)  # there are two waves anyway
 
 
-def test_when_32_columns_are_one_tile():
-    """Where wide.py says it works, from 32 columns on, and nowhere else."""
+def test_when_tiles_are_wide():
+    """Where wide.py says it works, from 16 columns on, and nowhere else."""
     plan = _plan()
     assert [plan.columns(queries) for queries in (1, 2, 3, 4, 5, 16)] == [8, 16, 32, 32, 32, 32]
     assert [plan.column_tiles(queries) for queries in (4, 5, 8, 9)] == [1, 2, 2, 3]
-    assert plan.is_wide(32) and not plan.is_wide(16)
-    assert _plan(wide_from=16).is_wide(16) and not _plan(wide_from=16).is_wide(8)
-    assert plan.decode_kernel(32) is not plan.decode_kernel(16)
+    assert plan.is_wide(32) and plan.is_wide(16) and not plan.is_wide(8)
+    assert _plan(wide_from=32).is_wide(32) and not _plan(wide_from=32).is_wide(16)
+    assert plan.decode_kernel(32) is plan.decode_kernel(16) is not plan.decode_kernel(8)
     for plan in (
         _plan(wide_from=64),
         _plan(wide_from=64, columns=8),
         _plan(columns=8),
     ):  # no tile that no kernel has
         assert all(plan.is_wide(n) or n <= plan.tuned(0)["columns"] for n in map(plan.columns, range(1, 20)))
-    assert _plan(group=32).is_wide(_plan(group=32).columns(1))
+    assert all(_plan(group=group).is_wide(_plan(group=group).columns(1)) for group in (12, 16, 32))
     others = (
         _plan("sm_80"), _plan("gfx942"), _plan(preset="k3v4_nc"), _plan(preset="k8v4"), _plan(head_size=64),
         _plan(head_size=256), _plan(wide_from=0), _plan(int8_keys=False), _plan(dtype="fp16"), _plan(layout="aos"),
@@ -189,11 +191,15 @@ def test_when_32_columns_are_one_tile():
 
 
 def test_little_work_is_not_for_wide_tiles():
-    """Four query tokens of one sequence: up to 6,138 tokens of eight heads on 132 units, of which 372 are enough."""
-    plan = _plan()
-    assert plan.little_context(1, UNITS) == 372 * UNITS // 8 - 1
-    assert plan.little(1, 4096, 4, UNITS) and not plan.little(1, 8192, 4, UNITS)
-    assert plan.little(8, 512, 4, UNITS) and not plan.little(8, 1024, 4, UNITS)
+    """Two query tokens of one sequence: up to 6,138 tokens of eight heads on 132 units, of which 372 are enough. One
+    token of 16 heads, for which the other kernel needs no prepare: far more."""
+    plan, many = _plan(), _plan(group=16)
+    assert plan.little_context(1, 2, UNITS) == 372 * UNITS // 8 - 1
+    assert plan.little(1, 4096, 2, UNITS) and not plan.little(1, 8192, 2, UNITS)
+    assert plan.little(1, 2048, 4, UNITS) and not plan.little(1, 4096, 4, UNITS)
+    assert plan.little(8, 256, 4, UNITS) and not plan.little(8, 512, 4, UNITS)
+    assert many.little(8, 8192, 1, UNITS) and not many.little(16, 8192, 1, UNITS)
+    assert not many.little(1, 8192, 2, UNITS)
     assert not plan.little(1, 4096, 1, UNITS), "8 columns are not wide anyway"
     assert not _plan(wide_work=0).little(1, 16, 4, UNITS)
     assert _plan(window=256).little(8, 1 << 17, 4, UNITS) and not _plan(window=4096).little(
@@ -204,7 +210,8 @@ def test_little_work_is_not_for_wide_tiles():
 def test_partial_results_of_both_kernels_have_one_size():
     """Scratch memory is laid out once for a plan; reduce is told in which order the numbers are."""
     plan = _plan()
-    for columns, paired, dims in ((16, True, plan.value.dims()), (32, False, list(range(128)))):
+    in_order = list(range(128))
+    for columns, paired, dims in ((8, True, plan.value.dims()), (16, False, in_order), (32, False, in_order)):
         constants = plan.reduce_constants(True, False, 8, columns=columns)
         bits, lanes, unit, units, vec, *_ = constants["VALUE"]
         assert constants["PAIRED"] is paired and constants["RW"] == 64

@@ -150,8 +150,9 @@ def test_which_plans_a_range_needs(monkeypatch):
     )
     needed = bind(decision, checks="off").ops._contexts
     assert needed(1, 1 << 15, 1, 132) == [(False, 1 << 15)], "8 columns"
-    assert needed(1, 4096, 4, 132) == [(True, 4096)]
-    assert needed(1, 1 << 15, 4, 132) == [(False, 1 << 15), (True, 6128)]
+    assert needed(1, 2048, 4, 132) == [(True, 2048)]
+    assert needed(1, 1 << 15, 4, 132) == [(False, 1 << 15), (True, 3056)]
+    assert needed(1, 1 << 15, 2, 132) == [(False, 1 << 15), (True, 6128)]
     assert needed(1000, 4096, 4, 132) == [(False, 4096), (True, 0)]
 
 
@@ -193,7 +194,7 @@ def test_no_shape_in_the_range_needs_more_scratch_memory(kernels_of, preset, gro
         (1, 8, 128, 35, 1 << 17, 1, True),
         (1, 8, 128, 3, 1 << 18, 1, False),  # cut or not, whatever the width
         (1, 16, 128, 2, 1 << 17, 1, False),
-        (1, 4, 128, 2, 1 << 17, 4, False),
+        (1, 4, 128, 2, 1 << 17, 4, True),
         (2, 7, 128, 3, 1 << 17, 6, True),
         (16, 8, 256, 3, 1 << 16, 1, True),
         (8, 8, 64, 70, 1 << 13, 1, True),
