@@ -38,6 +38,9 @@ CONFIGS = [
     _config(16, 16, 2, heads=1, window=True, sinks=True),
     _config(12, 784, 3, heads=6),
     _config(32, 16, 1, sinks=True),
+    _config(16, 16, 1, heads=1),
+    _config(12, 48, 1, heads=3, window=True, soft_cap=30.0),
+    _config(8, 16, 2, sinks=True),
     _config(1, 64, 40, heads=8, window=True, soft_cap=30.0),
     _config(7, 16, 16, padding=16, window=True, sinks=True),
 ]
