@@ -25,7 +25,7 @@ from ci.processes import end
 
 KERNELS = ("_store_kernel", "_dequantize_kernel", "prepare_kernel", "decode_kernel", "reduce_kernel")
 WIDE_KERNEL = "wide_kernel"
-"""Decode of 32 columns, where the GPU is one that it is for."""
+"""Decode of 16 and 32 columns, where the GPU is one that it is for."""
 TOOLS = ("memcheck", "racecheck")
 STOP_SECONDS: Final = 10
 

@@ -998,7 +998,8 @@ _PAIR = 2 * (_THREAD[:_WARP, None] % 4) + np.arange(2)
 
 def _matrix_threads(count: int) -> NDArray[np.int64]:
     """Those whose addresses of rows count, eight of a warp for each of ``count`` matrices."""
-    return _THREAD[_THREAD % _WARP < 8 * count]
+    lane = _THREAD % _WARP
+    return _THREAD[lane < 8 * count]
 
 
 _MATRICES = [f"m8n8.x{count}{trans}.shared.b16" for count in (1, 2, 4) for trans in ("", ".trans")]

@@ -6,18 +6,19 @@ registers, while its first codes are on their way. Head sizes are powers of two,
 matrix H: entry (i, j) is -1 to the number of ones in i & j. Such a matrix keeps that form if the bits of i and of j are
 permuted alike, and for these head sizes the order of dims is a permutation of bits.
 
-Tile: N columns, as rows here (16, because a matrix instruction has 16), by D dims in chunks of 16, D / 16 of them. With
-c a number in a chunk and J the number of the chunk, H = H(J) x H(c):
+Tile: N columns, as rows here, by D dims in chunks of 16, D / 16 of them. With c a number in a chunk and J the number of
+the chunk, H = H(J) x H(c):
 
-* H(c): one product [rows, 16] x [16, 16] per chunk, of fp16 or bf16 numbers with -1 and 1, summed in fp32: exact but
-  for the last. Two matrix instructions.
+* H(c): one product [2 N, 16] x [16, 16] per two chunks, of fp16 or bf16 numbers with -1 and 1, summed in fp32: exact
+  but for the last. The 16 rows of a matrix instruction are eight columns of both chunks, in the registers in which a
+  read of 16 bytes puts them. Two matrix instructions for eight columns.
 * H(J): additions and subtractions of whole chunks, log2(D / 16) for each number.
 
 A lane of an accumulator holds columns 2 q, 2 q + 1, 8 + 2 q, 9 + 2 q of a chunk, q its place in a group of four. Dims
 are dealt out so that these belong to key lane q: two chunks are a unit of that lane. So what a lane has worked out is
 what it owns of the operand, and nothing moves to another (on NVIDIA, see ops.OPERAND_WIDTH).
 
-Budget, D = 128 and N = 8: 16 matrix instructions, 96 additions, 160 instructions to round 32 numbers to two bytes each,
+Budget, D = 128 and N = 8: 8 matrix instructions, 96 additions, 128 instructions to round 32 numbers to two bytes each,
 some 60 to read and to place them: less than a tile of 32 tokens.
 """
 

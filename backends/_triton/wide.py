@@ -1,7 +1,8 @@
 """Paged decode of 16 or 32 columns by a group of four warps, in Gluon: decode.py's work where a warp is short of room.
 
 For several query tokens (speculative decoding) or many query heads of a KV head. decode.py takes at most 16 columns at
-a time and decodes every key and value once for each 16; here they are decoded once for 32. It is for NVIDIA's sm_90,
+a time, for which a warp needs so many registers that two are left to a scheduler, and decodes every key and value once
+for each 16; here there are three warps to a scheduler with 32 columns and four with 16. It is for NVIDIA's sm_90,
 for 4-bit keys and values of head size 128 whose rows begin at multiples of 16 bytes and whose norms need no correction
 and whose queries are bf16 (DecodePlan.wide_from says so); decode.py serves everything else and everywhere else.
 
@@ -32,9 +33,15 @@ are only moved where P would exceed 2^SLACK, or a scale is too large. That is ra
 scaled or exchanged otherwise. It costs three of the bits by which fp16 reaches below the largest scale: those of values
 are to lie within 2^21 of each other where all weigh the same.
 
+Beginning and end. The sums of a column's query, which its scores lack, are products with a matrix of ones: all rows
+are equal, so a lane finds its own columns' without an exchange. At the end sums of P go through shared memory, after
+which a lane has one column and works out for it what the accumulators are multiplied with; four neighbouring dims of a
+column are a lane's, and are written at once.
+
 Budget of a warp and tile, N = 32: 96 instructions for keys, 8 for reading and 76 for values, 12 + 8 products, 12 for a
-column's two scores, 45 for reads and addresses: 462, of which 198 are the integer pipe's. 168 registers: three groups
-to a multiprocessor.
+column's two scores, 45 for reads and addresses: 464, of which 195 are the integer pipe's. 168 registers: three groups
+to a multiprocessor. N = 16: 380, 128 registers, four groups. Before the loop 750 and after it 240 (550 and 180), a
+batch that is cut.
 """
 
 from __future__ import annotations
@@ -68,7 +75,7 @@ _LOG2E = gl.constexpr(1.4426950408889634)
 _LN2 = gl.constexpr(0.6931471805599453)
 _SLACK = gl.constexpr(4.0)  # log2 of how far P may exceed 1
 _P_LOG2 = gl.constexpr(12)  # log2 of where fp16(P * scale * r) ends for P = 1; 2^_SLACK times that fits
-_PART_TOP = gl.constexpr(14)  # log2 of where the largest number of a partial result begins
+_PART_TOP = gl.constexpr(14)  # log2 of where the bound of a partial result's numbers begins
 _LOWEST = gl.constexpr(-3e38)  # a reference before there is one
 _T = gl.constexpr(TOKENS)
 _GROUPS = gl.constexpr(TOKENS // 16)
@@ -694,11 +701,11 @@ def wide_kernel(
     upper = gl.allocate_shared_memory(gl.int8, [N, _D], QUERIES, upper_read)
     lower = gl.allocate_shared_memory(gl.int8, [N, _D], QUERIES, lower_read)
     coarse = gl.allocate_shared_memory(gl.int8, [N, _D], QUERIES, _code_order(upper_read, N))
-    # P, of a tile. Here, so that it lies where none of the others does: where a product's operand had the place of an
-    # earlier one's, ptxas of CUDA 12.8 made its descriptor from a register that it had not set.
+    # P, of a tile. Here, so that it lies where no other operand does: where it had an earlier one's place, ptxas of
+    # CUDA 12.8 made its descriptor from a register that it had not set.
     weights = gl.allocate_shared_memory(gl.float16, [_T, N], gl.NVMMASharedLayout(2 * N, 16, 2))
-    # Sums of queries, the same in all rows. Of other copies: with descriptors in common, those of the loop would be kept
-    # in registers that are not uniform.
+    # Sums of queries, the same in all rows. Of copies: with descriptors in common, those of the loop would be kept in
+    # registers that are not uniform.
     upper_too = gl.allocate_shared_memory(gl.int8, [N, _D], QUERIES, upper_read)
     lower_too = gl.allocate_shared_memory(gl.int8, [N, _D], QUERIES, lower_read)
     fence_async_shared()
@@ -712,10 +719,8 @@ def wide_kernel(
 
     # What is one number per column lies in shared memory: registers are what this kernel is short of.
     column_scale = gl.allocate_shared_memory(gl.float32, [N], _FLAT, factor)
-    column_offsets = gl.allocate_shared_memory(  # equal rows: the one that a thread writes is the one that it reads
-        gl.float32, [32, N], _PLAIN, _some_row(left_out * factor[None, :], N)
-    )
-    column_offset = column_offsets.slice(0, 1)
+    offsets = _some_row(left_out * factor[None, :], N)  # equal rows, of which one is read
+    column_offset = gl.allocate_shared_memory(gl.float32, [32, N], _PLAIN, offsets).slice(0, 1)
     column_high = gl.allocate_shared_memory(gl.int32, [N], _FLAT, high)
     column_where = gl.allocate_shared_memory(gl.int32, [N], _FLAT, gl.where(live, where, -1))
     flags = gl.allocate_shared_memory(gl.int32, [4], _FLAT)

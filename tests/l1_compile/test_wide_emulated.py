@@ -162,8 +162,8 @@ ONE_LESS = {
 SPARE = {"bar.sync": 2, "wgmma.wait_group.sync.aligned": 1}
 if ops.COMPILER == "3.6":
     SPARE["wgmma.fence.sync.aligned"] = 2
-"""Of these so many that the compiler need not have put in: barriers in front of the first copies and between what a warp
-writes and reads alone, a wait for the first of two sums, a second fence."""
+"""Of these so many that the compiler need not have put in: barriers in front of the first copies and between what a
+warp writes and reads alone, a wait for the first of two sums, a second fence."""
 
 
 def _program() -> Program:

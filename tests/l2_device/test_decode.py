@@ -253,7 +253,7 @@ def test_hundred_mixed_steps_compile_nothing(preset, size, group, target):
     import triton
 
     config = Config(preset, "soa", size, 2, group, most_queries=4)
-    # some of the shapes shall be enough work for tiles of 32 columns, where the target has such
+    # some of the shapes shall be enough work for wide tiles, where the target has such
     setup = set_up(config, Case((900,) * 8), "cuda", target, tuning={"wide_work": 20})
     setup.bound.checks = "off"
     kernels = setup.bound.warmup(8, setup.table.shape[1] * 16, 4)
