@@ -248,6 +248,24 @@ def store_again(
         setup.bound.store(key, value, setup.cache, slots)
 
 
+def check_a_value_that_few_see(
+    config: Config, device: str, target: Target | None = None, **options: Any
+) -> None:
+    """The last of 512 values is nearly a billion times the others, and only the last query token sees it: the others
+    lose no digit, in one split or two. config: of several query tokens and one KV head."""
+    count = config.most_queries
+    for splits in (1, 2):
+        case = Case((512,), (count,), splits=splits)
+        setup = set_up(config, case, device, target, **options)
+        setup.bound.checks = "shapes"
+        g = torch.Generator().manual_seed(1)
+        key, value = (torch.randn(512, 1, config.head_size, generator=g) for _ in range(2))
+        size = torch.full((512, 1, 1), 1e-4)
+        size[-1] = 6e4
+        store_again(setup, 0, torch.arange(512), key * 0.3, (value * size).clamp(-6e4, 6e4))
+        compare(setup, config, case, *decode(setup, case))
+
+
 def check_lazy(preset: str, layout: str, head_size: int, device: str, target: Target | None = None) -> None:
     """A reference of the softmax that moves only where it must: past what is added up every 32 tiles; keys that grow,
     so that it must again and again; one value that is far above the others, before and after them."""

@@ -53,10 +53,10 @@ never touched.
 
 Row j of a sequence with q query tokens sees keys [max(0, h - window), h), h = seq_len - q + j + 1.
 
-Splits leave partial results: fp16 numbers, multiplied by a power of two that lets what no number of the column can
-exceed lie in [2^14, 2^15), and beside them the column's lse and the inverse of that power. reduce.py joins them. The
-bound follows from the largest value scale and the column's mean of middle values. It is as good as the largest number:
-fp16 has all its bits down to 2^29 below, which is how far P reaches below the largest value scale.
+Splits leave partial results: fp16 numbers, multiplied by a power of two that lets what no number of the column exceeds
+lie in [2^14, 2^15), and beside them the column's lse and the inverse of that power. reduce.py joins them. That is the
+column's largest sum of centred values and its mean of middle values, added up. A bound from the largest value scale
+would need no maximum, but lets a value far above the others, which the column does not see, take bits from its numbers.
 
 With CUT the programs are (column tile, KV head, piece): the batch is cut into pieces by the lengths of its sequences
 (schedule.py), and a program finds out from the schedule, if there is one, which sequence its piece is of. Pieces are of
@@ -1417,23 +1417,28 @@ def decode_kernel(
     lse = tl.where(seen, lse, float("-inf"))
     back = norm_out * power_of_2(scale_top - (P_TOP + 14))
     shift = total_offset * norm_out
+    r = tl.arange(0, ROWS)
+    sums = acc
+    if LAZY and BARE_VALUES:
+        sums = ()
+        for u in tl.static_range(VUNITS):
+            sums = sums + (acc[u] + _four_times(centre, ROWS, N),)
     if not DIRECT:
-        # No number is larger than this: codes are at most MIDDLE from the middle, scales below 2^(scale_top - 14).
-        most = tl.abs(shift) + power_of_2(scale_top - 14) * MIDDLE
-        to_half, from_half = fp16_range(most.to(tl.int32, bitcast=True), _PART_TOP)
+        most = tl.zeros((ROWS, N), tl.float32)
+        for u in tl.static_range(VUNITS):
+            most = tl.maximum(most, tl.abs(sums[u]))
+        if BARE_VALUES:
+            most *= _value_scale(r, VALUE[0], VL)[:, None]
+        bound = tl.max(most, axis=0) * back + tl.abs(shift)  # no number is larger
+        to_half, from_half = fp16_range(bound.to(tl.int32, bitcast=True), _PART_TOP)
         back *= to_half
         shift *= to_half
-
-    r = tl.arange(0, ROWS)
     factor = back[None, :]
     if BARE_VALUES:
         factor *= _value_scale(r, VALUE[0], VL)[:, None]
     results = ()
     for u in tl.static_range(VUNITS):
-        result = acc[u]
-        if LAZY and BARE_VALUES:
-            result += _four_times(centre, ROWS, N)
-        results = results + (result * factor + shift[None, :],)
+        results = results + (sums[u] * factor + shift[None, :],)
     if DIRECT:
         lane = r % VL
         at = (query_base + query).to(tl.int64) * out_token_stride + q_head * out_head_stride

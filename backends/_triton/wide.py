@@ -838,8 +838,14 @@ def wide_kernel(
     # A lane has one column here, all four warps the same.
     COLUMNS_OF: gl.constexpr = _columns_layout(N)
     LANE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, COLUMNS_OF))
+    TOPS_OF: gl.constexpr = gl.SliceLayout(2, COLUMNS_OF)
     sums = gl.allocate_shared_memory(gl.float32, [32, N, 2], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    tops = gl.allocate_shared_memory(gl.float32, [32, N], _PLAIN)
     sums.store(gl.join(weight, offset))
+    if not DIRECT:
+        # of each thread and column; rows of the accumulator are b, w, h, g of _value_operand
+        top = gl.max(gl.max(gl.abs(gl.reshape(acc, (2, 4, 2, 8, N))), 2), 0)
+        tops.store(gl.convert_layout(gl.reshape(top, (32, N)), SUMS, assert_trivial=True))
     total_weight, total_offset = gl.split(gl.sum(sums.load(COLUMNS_OF), 0))
     total_weight = gl.convert_layout(total_weight, LANE, assert_trivial=True)
     total_offset = gl.convert_layout(total_offset, LANE, assert_trivial=True)
@@ -865,9 +871,8 @@ def wide_kernel(
             at = (to_row // HQ).to(gl.int64) * lse_token_stride + to_row % HQ * lse_head_stride
             gl.store(lse_ptr + at, lse * _LN2, live)
     else:
-        # as in decode.py: no number is larger than this
-        most = gl.abs(shift) + power_of_2(scale_top - (14 - 3))
-        to_half, from_half = fp16_range(most.to(gl.int32, bitcast=True), _PART_TOP)
+        bound = gl.convert_layout(gl.max(tops.load(TOPS_OF), 0), LANE) * back + gl.abs(shift)
+        to_half, from_half = fp16_range(bound.to(gl.int32, bitcast=True), _PART_TOP)
         back *= to_half
         shift *= to_half
         at = lse_ptr + 2 * to_row.to(gl.int64)

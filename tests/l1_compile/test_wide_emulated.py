@@ -24,7 +24,16 @@ try:
 except RuntimeError as error:
     pytest.skip(f"nothing assembles PTX here: {error}", allow_module_level=True)
 
-from tests.decode_checks import Case, Config, Setup, compare, decode, set_up, store_again  # noqa: E402
+from tests.decode_checks import (  # noqa: E402
+    Case,
+    Config,
+    Setup,
+    check_a_value_that_few_see,
+    compare,
+    decode,
+    set_up,
+    store_again,
+)
 from tests.ptx_emulator import AccessError, Program, RaceError, UnknownInstruction  # noqa: E402
 from tests.wide_harness import COMPUTE_UNITS, Emulation, emulated  # noqa: E402
 from turboquant_rocm.target import get_target  # noqa: E402
@@ -131,6 +140,12 @@ def test_a_value_far_above_the_others(splits, place):
     store_again(setup, 0, torch.arange(200), key, value * size)
     out, lse, _ = _run(setup, case)
     compare(setup, config, case, out, lse)
+
+
+def test_a_value_that_few_see():
+    with emulated() as emulation:
+        check_a_value_that_few_see(_config(8, 16, 4), "cpu", SM_90, tuning={"wide_from": 16, "wide_work": 0})
+    assert emulation.blocks
 
 
 @pytest.mark.parametrize("splits", [1, 2])

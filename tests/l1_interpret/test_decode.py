@@ -15,6 +15,7 @@ from tests.decode_checks import (
     Case,
     Config,
     check,
+    check_a_value_that_few_see,
     check_lazy,
     compare,
     decode,
@@ -138,6 +139,11 @@ def test_prefetch(preset, layout, device):
 @pytest.mark.parametrize(("preset", "layout"), [("4bit_nc", "soa"), ("3bit_nc", "soa"), ("k3v4_nc", "aos")])
 def test_lazy(preset, layout, device):
     check_lazy(preset, layout, 64, device)
+
+
+@pytest.mark.parametrize("preset", ["k8v4", "4bit_nc", "3bit_nc"])
+def test_a_value_that_few_see(preset, device):
+    check_a_value_that_few_see(Config(preset, group=4, heads=1, most_queries=2, arch="sm_90"), device)
 
 
 @pytest.mark.parametrize("block_size", [48, 528])

@@ -18,6 +18,7 @@ from tests.decode_checks import (  # noqa: E402
     Case,
     Config,
     check,
+    check_a_value_that_few_see,
     check_both_ways,
     check_lazy,
     check_queries_at,
@@ -156,6 +157,14 @@ def test_with_prepare_and_without(preset, layout, head_size, dtype, cut, target)
     check_both_ways(config, Case(lens, splits=3, cut=cut), "cuda", target)
     config = Config(preset, layout, head_size, 2, 4, dtype=dtype, sinks=True, most_queries=2)
     check_both_ways(config, Case(lens, (2,) * 5, splits=3, cut=cut), "cuda", target)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_value_that_few_see(preset, count, target):
+    for size in (64, 128):
+        config = Config(preset, "soa", size, 1, 8, most_queries=count)
+        check_a_value_that_few_see(config, "cuda", target, tuning={"wide_work": 0})
 
 
 @pytest.mark.parametrize("head_size", [64, 128])
