@@ -40,7 +40,7 @@ column are a lane's, and are written at once.
 
 Budget of a warp and tile, N = 32: 96 instructions for keys, 8 for reading and 76 for values, 12 + 8 products, 12 for a
 column's two scores, 45 for reads and addresses: 464, of which 195 are the integer pipe's. 168 registers: three groups
-to a multiprocessor. N = 16: 380, 128 registers, four groups. Before the loop 750 and after it 240 (550 and 180), a
+to a multiprocessor. N = 16: 380, 128 registers, four groups. Before the loop 765 and after it 280 (565 and 215), a
 batch that is cut.
 """
 
