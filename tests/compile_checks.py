@@ -159,7 +159,13 @@ def specs(full: bool) -> Iterator[Spec]:
 
 
 def build(arch: str, spec: Spec) -> Built:
-    """Compile ``spec`` for ``arch`` with the tile choices of configs/tuned."""
+    """What compiling ``spec`` for ``arch`` makes."""
+    made = compiled(arch, spec)
+    return read_amd(made) if get_target(arch).vendor == "amd" else read_nvidia(made)
+
+
+def compiled(arch: str, spec: Spec) -> Any:
+    """``spec`` compiled for ``arch`` with the tile choices of configs/tuned."""
     features = dict(spec.features)
     layer = layer_spec(spec.head_size, 8, spec.group, "bf16", **features)
     target = get_target(arch)
@@ -195,8 +201,7 @@ def build(arch: str, spec: Spec) -> Built:
         types = {"out_ptr": torch.bfloat16} if spec.direct else dict(PARTIAL)
         if alone:
             types["query_ptr"] = torch.bfloat16
-    compiled = compile_for(arch, kernel, constants, types)
-    return read_amd(compiled) if target.vendor == "amd" else read_nvidia(compiled)
+    return compile_for(arch, kernel, constants, types)
 
 
 def compile_for(
