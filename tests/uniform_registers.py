@@ -38,8 +38,8 @@ Value = int | _Sum
 
 @dataclass(frozen=True)
 class Operand:
-    """place: where it begins in shared memory, bytes, None if that does not follow; behind: units of 16 bytes from there,
-    a part of the operand; layout: upper half of the descriptor, None if it is no number."""
+    """place: where it begins in shared memory, bytes, None if that does not follow; behind: units of 16 bytes from
+    there, a part of the operand; layout: upper half of the descriptor, None if it is no number."""
 
     product: str
     place: int | None
