@@ -245,13 +245,24 @@ def read_amd(compiled: Any) -> Built:
     )
 
 
-def nvidia_usage(compiled: Any) -> tuple[int, int]:
-    """(registers of a thread, bytes of its stack), from the cubin."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+def nvidia_tool(name: str) -> Path:
+    """A program of NVIDIA's that Triton brings along."""
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+
+
+def run_on_cubin(name: str, option: str, compiled: Any) -> subprocess.CompletedProcess[str]:
+    """What such a program says about a kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=False)
+        return subprocess.run(
+            [nvidia_tool(name), option, file.name], capture_output=True, text=True, check=False
+        )
+
+
+def nvidia_usage(compiled: Any) -> tuple[int, int]:
+    """(registers of a thread, bytes of its stack), from the cubin."""
+    text = run_on_cubin("cuobjdump", "-res-usage", compiled)
     usage = re.search(r"REG:(\d+) STACK:(\d+)", text.stdout + text.stderr)
     assert usage, text.stdout + text.stderr
     return int(usage[1]), int(usage[2])

@@ -9,16 +9,15 @@ set (docs/performance.md). So they are worked out here, along the way from the b
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
-import triton
+from tests.compile_checks import run_on_cubin
 
-__all__ = ["Operand", "disassembled", "operands", "tool"]
+__all__ = ["DISASSEMBLER", "Operand", "disassembled", "operands"]
 
+DISASSEMBLER = "nvdisasm"
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;")
 _UNIFORM = re.compile(r"^UR(\d+)$")
 _NUMBER = re.compile(r"^-?(0x[0-9a-f]+|\d+)$")
@@ -47,18 +46,11 @@ class Operand:
     layout: int | None
 
 
-def tool() -> Path:
-    """NVIDIA's disassembler, which Triton brings along."""
-    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-
-
-def disassembled(cubin: bytes) -> list[str]:
+def disassembled(compiled: Any) -> list[str]:
     """The instructions of a kernel."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([tool(), "-c", file.name], capture_output=True, text=True, check=True).stdout
-    return [found[1] for found in map(_INSTRUCTION.match, text.splitlines()) if found]
+    ran = run_on_cubin(DISASSEMBLER, "-c", compiled)
+    ran.check_returncode()
+    return [found[1] for found in map(_INSTRUCTION.match, ran.stdout.splitlines()) if found]
 
 
 def _added(values: Iterable[Value]) -> Value:
@@ -78,12 +70,15 @@ def operands(instructions: Iterable[str]) -> Iterator[Operand]:
     """Of every product, in the order of the instructions."""
     held: dict[int, Value] = {}
 
+    def register(number: int) -> Value:
+        return held.get(number, _Sum(""))
+
     def value(text: str) -> Value:
         text = text.strip()
         if text == "URZ":
             return 0
         if found := _UNIFORM.match(text):
-            return held.get(int(found[1]), _Sum(""))
+            return register(int(found[1]))
         return int(text, 0) if _NUMBER.match(text) else _Sum("")
 
     for line in instructions:
@@ -95,7 +90,7 @@ def operands(instructions: Iterable[str]) -> Iterator[Operand]:
             found = re.search(r"gdesc\[UR(\d+)\]", rest)
             assert found, line
             first = int(found[1])
-            yield _operand(name, held.get(first + 2, _Sum("")), held.get(first + 3, _Sum("")))
+            yield _operand(name, register(first + 2), register(first + 3))
             continue
         to = _UNIFORM.match(parts[0])
         if not to:
@@ -109,7 +104,7 @@ def operands(instructions: Iterable[str]) -> Iterator[Operand]:
         elif name == "UIADD3.64":
             pair = _UNIFORM.match(sources[0])
             assert pair, line
-            low, high = (held.get(int(pair[1]) + i, _Sum("")) for i in range(2))
+            low, high = (register(int(pair[1]) + i) for i in range(2))
             held[number], held[number + 1] = _added([low, *map(value, sources[1:])]), high
         elif name == "USHF.R.U32.HI" and sources[1] == "0x4":
             held[number] = _wrapped("/16", value(sources[2]))

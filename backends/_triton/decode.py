@@ -1420,6 +1420,8 @@ def decode_kernel(
     back = norm_out * power_of_2(scale_top - (P_TOP + 14))
     shift = total_offset * norm_out
     r = tl.arange(0, ROWS)
+    if BARE_VALUES:
+        row_scale = _value_scale(r, VALUE[0], VL)[:, None]
     sums = acc
     if LAZY and BARE_VALUES:
         sums = ()
@@ -1430,14 +1432,14 @@ def decode_kernel(
         for u in tl.static_range(VUNITS):
             most = tl.maximum(most, tl.abs(sums[u]))
         if BARE_VALUES:
-            most *= _value_scale(r, VALUE[0], VL)[:, None]
+            most *= row_scale
         bound = tl.max(most, axis=0) * back + tl.abs(shift)  # no number is larger
         to_half, from_half = fp16_range(bound.to(tl.int32, bitcast=True), _PART_TOP)
         back *= to_half
         shift *= to_half
     factor = back[None, :]
     if BARE_VALUES:
-        factor *= _value_scale(r, VALUE[0], VL)[:, None]
+        factor *= row_scale
     results = ()
     for u in tl.static_range(VUNITS):
         results = results + (sums[u] * factor + shift[None, :],)

@@ -471,6 +471,21 @@ def _add_rows(
 
 
 @gluon.jit
+def _read_queries(
+    row_ptr,  # [N, 1] pointers to int8, rows of prepare.py
+    place,  # [128] which number of a row
+    read_live,  # [N, 1]
+    query_scale_ptr,  # [N * Hq] fp32
+    row,  # [N]
+    live,  # [N]
+):
+    """Upper and lower numbers of the columns' queries, [N, 128] each, and their scales [N]."""
+    upper = gl.load(row_ptr + place[None, :], read_live, 0)
+    lower = gl.load(row_ptr + _D + place[None, :], read_live, 0)
+    return upper, lower, gl.load(query_scale_ptr + row, live, 0.0)
+
+
+@gluon.jit
 def _made_here(
     x,  # int32
 ):
@@ -675,9 +690,9 @@ def wide_kernel(
     place = gl.max_contiguous(gl.multiple_of(place, 4), 4)
     row_ptr = query_ptr.to(gl.pointer_type(gl.int8)) + query_row[:, None] * (2 * _D)
     if CUT:  # prepare has ended: ahead of the copies, which would wait for page ids first
-        upper_read = gl.load(row_ptr + place[None, :], read_live, 0)
-        lower_read = gl.load(row_ptr + _D + place[None, :], read_live, 0)
-        factor = gl.load(query_scale_ptr + row, live, 0.0) * scale_log2
+        upper_read, lower_read, query_scale = _read_queries(
+            row_ptr, place, read_live, query_scale_ptr, row, live
+        )
 
     # ---- the first two tiles
     last = gl.minimum(last_token + 16 * gl.arange(0, _GROUPS, gl.SliceLayout(1, _PAIRS)), last_group)
@@ -694,9 +709,10 @@ def wide_kernel(
     if not CUT:
         if PDL:  # up to here nothing depends on the kernel before this one; it wrote the queries
             gdc_wait()
-        upper_read = gl.load(row_ptr + place[None, :], read_live, 0)
-        lower_read = gl.load(row_ptr + _D + place[None, :], read_live, 0)
-        factor = gl.load(query_scale_ptr + row, live, 0.0) * scale_log2
+        upper_read, lower_read, query_scale = _read_queries(
+            row_ptr, place, read_live, query_scale_ptr, row, live
+        )
+    factor = query_scale * scale_log2
     QUERIES: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     upper = gl.allocate_shared_memory(gl.int8, [N, _D], QUERIES, upper_read)
     lower = gl.allocate_shared_memory(gl.int8, [N, _D], QUERIES, lower_read)

@@ -10,10 +10,11 @@ triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("kernels are interpreted in this process", allow_module_level=True)
 
-from tests.compile_checks import Spec, compiled  # noqa: E402
-from tests.uniform_registers import Operand, disassembled, operands, tool  # noqa: E402
+from tests.compile_checks import Spec, compiled, nvidia_tool  # noqa: E402
+from tests.uniform_registers import DISASSEMBLER, Operand, disassembled, operands  # noqa: E402
 
-pytestmark = pytest.mark.skipif(not tool().exists(), reason=f"no {tool()}")
+TOOL = nvidia_tool(DISASSEMBLER)
+pytestmark = pytest.mark.skipif(not TOOL.exists(), reason=f"no {TOOL}")
 
 CAP = (("sinks", True), ("soft_cap", 30.0))
 SPECS = [
@@ -32,7 +33,7 @@ SPECS = [
 def test_operands_of_products(spec):
     """Twelve products of keys and queries in a tile, four each with one matrix of queries; eight of values and P;
     before them four each with both parts of the queries. Each matrix has a place of its own and one layout."""
-    found = list(operands(disassembled(compiled("sm_90", spec).asm["cubin"])))
+    found = list(operands(disassembled(compiled("sm_90", spec))))
     assert [one for one in found if one.place is None or one.layout is None] == []
     of_keys = [one for one in found if one.product == "IGMMA"]
     of_values = [one for one in found if one.product == "HGMMA"]
