@@ -85,11 +85,14 @@ _PREPARE_ROOM = 2
 MAX_SPLITS = 256
 """Of a sequence."""
 _NEARLY_ALL = 0.98
+_FASTER_JOINED = 0.96  # so few of the splits wanted will do where those are joined faster
 _MAX_GRID = 65535  # second dimension of a grid on NVIDIA
-_JOINS = ((8, 8, 1, 1), (32, 32, 2, 1), (64, 64, 4, 2), (MAX_SPLITS, 256, 8, 4))
+_JOINS = (
+    (8, 8, 1, 1), (16, 16, 1, 1), (32, 32, 2, 1), (64, 64, 4, 1), (128, 128, 8, 1), (MAX_SPLITS, 256, 8, 2),
+)  # fmt: skip
 """How the splits of a row are joined: (up to that many splits, splits read at once, parts of a row, warps of a part).
 A row waits for as many reads in turn as it has chunks of splits, so all are read at once, and many splits take parts of
-few numbers."""
+few numbers: 64 numbers to a lane, and one warp, whose sums need no barrier, as far as there are warps enough."""
 
 
 def _joined(most: int) -> list[int]:
@@ -521,6 +524,7 @@ class DecodePlan:
             fewer = min(wanted, room // self.programs(batch, max_query_len))
             if fewer >= _NEARLY_ALL * wanted:
                 wanted = fewer
+        wanted = next((most for most, *_ in _JOINS if _FASTER_JOINED * wanted <= most < wanted), wanted)
         visible = self.visible(max_context, max_query_len)
         longest = -(-visible // max(choice["min_tokens"], choice["tokens"]))
         return max(1, min(wanted, longest, MAX_SPLITS))

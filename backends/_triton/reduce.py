@@ -140,12 +140,15 @@ def reduce_kernel(
         chunk = first + c
         inside = chunk < splits
         part = at_part + chunk * step
-        lse = tl.load(part_lse_ptr + 2 * part, inside, float("-inf"))
-        scale = tl.load(part_lse_ptr + 2 * part + 1, inside, 0.0)
+        both = tl.load((part_lse_ptr + 2 * part).to(tl.pointer_type(tl.int64)), inside, 0xFF800000)
+        lse = both.to(tl.int32).to(tl.float32, bitcast=True)
+        scale = (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
         pairs = tl.load(part_ptr + part[:, None] * RW + w[None, :], inside[:, None] & (w < RW)[None, :], 0)
         wrote = lse > float("-inf")  # a split without a key wrote nothing else
         low, high = halves(tl.where(wrote[:, None], pairs, 0))
-        joint = tl.maximum(largest, tl.max(lse, axis=0))
+        bits = lse.to(tl.int32, bitcast=True)
+        top = tl.max(bits ^ ((bits >> 31) & 0x7FFFFFFF), axis=0)  # as integers: one instruction for a warp
+        joint = tl.maximum(largest, (top ^ ((top >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True))
         reference = tl.where(joint > float("-inf"), joint, 0.0)
         before = tl.exp2(largest - reference)
         weight = tl.exp2(lse - reference)
