@@ -78,8 +78,8 @@ def test_without_prepare_a_long_sequence_takes_the_whole_device():
 
 
 def test_short_splits_are_fewer():
-    """Eight programs of a multiprocessor instead of twelve where twelve would have less than eight tiles each; and a few
-    splits less where one warp joins them."""
+    """Eight programs of a multiprocessor instead of twelve where twelve would have less than eight tiles each; and a
+    few splits less where one warp joins them."""
     plan = _plan()
     few = plan.tuned(8)["few_programs_per_cu"] * UNITS // 8
     assert few == 132
