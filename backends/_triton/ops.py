@@ -91,9 +91,9 @@ _JOINS = (
     (8, 8, 1, 1), (16, 16, 1, 1), (32, 32, 2, 1), (64, 64, 4, 1), (128, 128, 8, 1), (MAX_SPLITS, 256, 8, 2),
 )  # fmt: skip
 """How the splits of a row are joined: (up to that many splits, splits read at once, parts of a row, warps of a part).
-A row waits for as many reads in turn as it has chunks of splits, so all are read at once. What a lane reads is bounded by
-its registers, so many splits take parts of few numbers; one warp has a part as long as that goes, as sums of several
-need barriers."""
+A row waits for as many reads in turn as it has chunks of splits, so all are read at once. What a lane reads is bounded
+by its registers, so many splits take parts of few numbers; one warp has a part as long as that goes, as sums of
+several need barriers."""
 
 
 def _joined(most: int) -> list[int]:
