@@ -46,6 +46,7 @@ __all__ = [
     "read_words",
     "spread3",
     "table_bytes",
+    "two_words",
     "value_pairs",
     "value_steps",
     "value_words",
@@ -76,6 +77,14 @@ def halves(
     low = pair.to(tl.int16).to(tl.float16, bitcast=True)
     high = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
     return low, high
+
+
+@triton.jit
+def two_words(
+    pair,  # int64
+):
+    """The two int32 numbers of a pair, low half first: two neighbours in one read."""
+    return pair.to(tl.int32), (pair >> 32).to(tl.int32)
 
 
 @triton.constexpr_function

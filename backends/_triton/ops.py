@@ -87,10 +87,8 @@ MAX_SPLITS = 256
 _NEARLY_ALL = 0.98
 _FASTER_JOINED = 0.96  # so few of the splits wanted will do where those are joined faster
 _MAX_GRID = 65535  # second dimension of a grid on NVIDIA
-_JOINS = (
-    (8, 8, 1, 1), (16, 16, 1, 1), (32, 32, 2, 1), (64, 64, 4, 1), (128, 128, 8, 1), (MAX_SPLITS, 256, 8, 2),
-)  # fmt: skip
-"""How the splits of a row are joined: (up to that many splits, splits read at once, parts of a row, warps of a part).
+_JOINS = ((8, 1, 1), (16, 1, 1), (32, 2, 1), (64, 4, 1), (128, 8, 1), (MAX_SPLITS, 8, 2))
+"""How the splits of a row are joined: (up to that many splits, a power of two, parts of a row, warps of a part).
 A row waits for as many reads in turn as it has chunks of splits, so all are read at once. What a lane reads is bounded
 by its registers, so many splits take parts of few numbers; one warp has a part as long as that goes, as sums of
 several need barriers."""
@@ -457,7 +455,7 @@ class DecodePlan:
             dims = ValueTile(self.value.bits, wide.HEAD_SIZE, 1, wide.HEAD_SIZE, 1, 0, MAX_ALIGNMENT)
             assert dims.part_words(False) == self.part_words
             value, paired = dims.constants, False
-        _, chunk, parts, warps = next(join for join in _JOINS if splits <= join[0])
+        chunk, parts, warps = next(join for join in _JOINS if splits <= join[0])
         return {
             "HQ": self.layer.num_heads,
             "DV": self.layout.value_head_size,

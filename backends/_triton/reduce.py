@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device import gdc_wait, halves
+from .device import gdc_wait, halves, two_words
 from .schedule import pieces_alone, pieces_of
 
 __all__ = ["reduce_kernel", "sequence_of"]
@@ -38,6 +38,14 @@ def sequence_of(
         before += ((starts <= token) & (b > 0)).to(tl.int32)
         start = tl.maximum(start, tl.where(starts <= token, starts, 0))
     return tl.sum(before, axis=0), tl.max(start, axis=0)
+
+
+@triton.jit
+def _ordered(
+    bits,  # int32, of fp32 numbers
+):
+    """Integers that compare like the numbers; of such integers the bits again."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit(
@@ -141,14 +149,14 @@ def reduce_kernel(
         inside = chunk < splits
         part = at_part + chunk * step
         both = tl.load((part_lse_ptr + 2 * part).to(tl.pointer_type(tl.int64)), inside, 0xFF800000)
-        lse = both.to(tl.int32).to(tl.float32, bitcast=True)
-        scale = (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        lse_bits, scale_bits = two_words(both)
+        lse = lse_bits.to(tl.float32, bitcast=True)
+        scale = scale_bits.to(tl.float32, bitcast=True)
         pairs = tl.load(part_ptr + part[:, None] * RW + w[None, :], inside[:, None] & (w < RW)[None, :], 0)
         wrote = lse > float("-inf")  # a split without a key wrote nothing else
         low, high = halves(tl.where(wrote[:, None], pairs, 0))
-        bits = lse.to(tl.int32, bitcast=True)
-        top = tl.max(bits ^ ((bits >> 31) & 0x7FFFFFFF), axis=0)  # as integers: one instruction for a warp
-        joint = tl.maximum(largest, (top ^ ((top >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True))
+        top = _ordered(tl.max(_ordered(lse_bits), axis=0))  # as integers: one instruction for a warp
+        joint = tl.maximum(largest, top.to(tl.float32, bitcast=True))
         reference = tl.where(joint > float("-inf"), joint, 0.0)
         before = tl.exp2(largest - reference)
         weight = tl.exp2(lse - reference)

@@ -29,7 +29,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device import gdc_launch_dependents
+from .device import gdc_launch_dependents, two_words
 
 __all__ = [
     "ALONE_BATCHES",
@@ -94,8 +94,7 @@ def _pair(
     number,  # of the pair
 ):
     """Two neighbours in one read."""
-    both = tl.load(schedule_ptr.to(tl.pointer_type(tl.int64)) + number)
-    return both.to(tl.int32), (both >> 32).to(tl.int32)
+    return two_words(tl.load(schedule_ptr.to(tl.pointer_type(tl.int64)) + number))
 
 
 @triton.jit
