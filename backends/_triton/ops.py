@@ -118,7 +118,7 @@ class Kernel:
     and dtypes and the alignment of pointers are part of the key under which the owner keeps a Kernel.
 
     Later ones pass addresses, not tensors: the launcher would ask each tensor for its address, and the driver whether
-    that is one.
+    that is one. And they leave out Triton's launch hooks where nobody listens: it would describe every launch to them.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, int, int], constants: Mapping[str, Any]) -> None:
@@ -129,19 +129,39 @@ class Kernel:
         assert kernel.arg_names[len(kernel.arg_names) - len(self._tail) :] == [
             name for name in kernel.arg_names if name in constants
         ], "constants follow the arguments"
-        self._launch: Any = None
-        self._pointers = tuple(i for i, name in enumerate(kernel.arg_names) if name.endswith("_ptr"))
+        self._compiled: Any = None
+        self._run: Any = None
+        self._found: tuple[Any, ...] = ()
+        # Most pointers are the first arguments: a comprehension is faster than assignments one by one.
+        pointers = [i for i, name in enumerate(kernel.arg_names) if name.endswith("_ptr")]
+        self._first = next((n for n, i in enumerate(pointers) if n != i), len(pointers))
+        self._others = tuple(pointers[self._first :])
 
     def __call__(self, *args: Any) -> None:
-        if self._launch is not None:
-            values = list(args)
-            for i in self._pointers:
-                values[i] = values[i].data_ptr()
-            self._launch(*values, *self._tail)
+        if self._compiled is None:
+            self._compiled = self._kernel[self.grid](*args, **self._constants)
+            if self._compiled is not None:  # None: interpreted
+                self._run = self._compiled.run
+                self._found = (self._compiled.function, self._compiled.packed_metadata)
             return
-        compiled = self._kernel[self.grid](*args, **self._constants)
-        if compiled is not None:  # None: interpreted
-            self._launch = compiled[self.grid]
+        first = self._first
+        values = [tensor.data_ptr() for tensor in args[:first]]
+        values += args[first:]
+        for i in self._others:
+            values[i] = values[i].data_ptr()
+        if _launches_are_watched():
+            self._compiled[self.grid](*values, *self._tail)
+            return
+        driver = triton.runtime.driver.active
+        stream = driver.get_current_stream(driver.get_current_device())
+        self._run(*self.grid, stream, *self._found, None, None, None, *values, *self._tail)
+
+
+def _launches_are_watched() -> bool:
+    """Whether somebody, such as a profiler, has asked Triton to be told of launches."""
+    runtime = triton.knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +177,8 @@ class Launch:
     splits: int
     pieces: int
     """With a schedule: room for that many pieces. Else 0."""
-    numbers: int
-    """Of the schedule."""
+    scratch: tuple[int, ...]
+    """What to ask a :class:`Workspace` for."""
     min_tiles: int
     most_queries: int
     skew: int
@@ -685,10 +705,9 @@ class TritonOps:
             launch = self._launches[key] = self._make_launch(*key[:8])
         if not launch.batch:
             return
-        plan, rows, splits = launch.plan, launch.rows, launch.splits
         direct = launch.reduce is None
         queries, query_scales, part, part_lse, schedule = (workspace or default_workspace(query.device)).take(
-            *plan.scratch(rows, 0 if direct else splits, launch.numbers)
+            *launch.scratch
         )
         starts = seq_lens if query_start_loc is None else query_start_loc
         some_sinks = query_scales if sinks is None else sinks
@@ -697,7 +716,7 @@ class TritonOps:
         out_token, out_head, _ = out.stride()
         if launch.prepare is not None:
             launch.prepare(
-                query, launch.matrix, queries, query_scales, seq_lens, schedule, rows, query_token, query_head,
+                query, launch.matrix, queries, query_scales, seq_lens, schedule, launch.rows, query_token, query_head,
                 launch.batch, launch.pieces, self._window, launch.min_tiles,
             )  # fmt: skip
         launch.decode(
@@ -706,12 +725,12 @@ class TritonOps:
             out if direct else part,
             some_lse if direct else part_lse,
             block_table.stride(0), out_token, out_head, lse_token, lse_head,
-            scale * plan.factor, self._soft_cap, self._window, splits, launch.min_tiles, launch.pieces,
+            scale * launch.plan.factor, self._soft_cap, self._window, launch.splits, launch.min_tiles, launch.pieces,
             launch.most_queries, launch.skew, launch.batch, query_token, query_head,
         )  # fmt: skip
         if launch.reduce is not None:
             launch.reduce(
-                part, part_lse, starts, schedule, some_sinks, out, some_lse, splits, launch.batch, launch.pieces,
+                part, part_lse, starts, schedule, some_sinks, out, some_lse, launch.splits, launch.batch, launch.pieces,
                 launch.most_queries, out_token, out_head, lse_token, lse_head, seq_lens, self._window,
                 launch.min_tiles,
             )  # fmt: skip
@@ -905,7 +924,9 @@ class TritonOps:
             batch=batch if tokens else 0,
             splits=splits,
             pieces=pieces,
-            numbers=schedule_size(pieces, batch) if cut and not alone else 0,
+            scratch=plan.scratch(
+                rows, 0 if direct else splits, schedule_size(pieces, batch) if cut and not alone else 0
+            ),
             min_tiles=min_tiles,
             most_queries=max_query_len,
             skew=plan.skew(pieces, max_query_len, _compute_units(device)),

@@ -153,6 +153,22 @@ def test_decode_refuses_by_name(bound, name: str):
     assert (out == 7).all()
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_nothing_is_recorded_for_gradients(bound, grad: bool):
+    """Whoever calls; and the caller's mode is left as it was, after errors too."""
+    with torch.set_grad_enabled(grad):
+        a = call(bound)
+        for name in ("key", "value", "query"):
+            a[name].requires_grad_()
+        store(bound, a)
+        out, lse = decode(bound, {**a, "return_lse": True})
+        key, value, _ = bound.dequantize(a["cache"], a["block_table"], a["seq_lens"])
+        assert not any(x.requires_grad for x in (out, lse, key, value))
+        with pytest.raises(SpecError, match="seq_lens"):
+            decode(bound, {**a, "seq_lens": a["seq_lens"].long()})
+        assert torch.is_grad_enabled() is grad
+
+
 def test_max_query_len_must_cover_the_queries(bound):
     good = call(bound)
     loc = torch.tensor([0, 0, 1, 3], dtype=INT)

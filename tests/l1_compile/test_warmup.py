@@ -233,8 +233,7 @@ def test_every_launch_of_a_range(
                         if kernel is not None:
                             key = (kernel._kernel, repr(sorted(kernel._constants.items())))
                             assert key in warm, (kernel._kernel.__name__, batch, count, width)
-                    splits = 0 if launch.reduce is None else launch.splits
-                    needed = space.needed(*launch.plan.scratch(launch.rows, splits, launch.numbers))
+                    needed = space.needed(*launch.scratch)
                     assert needed <= space.nbytes, (batch, count, width)
                     cut.add(launch.pieces > 0)
     assert cut == {False, cuts}

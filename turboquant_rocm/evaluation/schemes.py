@@ -86,7 +86,7 @@ def _stored(bound: BoundLayer, mean: torch.Tensor | None, scale: torch.Tensor | 
         token = torch.arange(count, device=key.device)
         slots = (table[:, :1].long() * bound.layout.block_size + token).reshape(-1)
         rows = [x.transpose(1, 2).reshape(batch * count, *x.shape[1:2], x.shape[3]) for x in (key, value)]
-        bound.store(*rows, cache, slots)
+        bound.store(rows[0], rows[1], cache, slots)
         lengths = torch.full((batch,), count, dtype=torch.int32, device=key.device)
         read = bound.dequantize(cache, table, lengths, dtype=key.dtype, total=batch * count)
         back, value = (x.view(batch, count, *x.shape[1:]).transpose(1, 2) for x in (read.key, read.value))
