@@ -38,6 +38,7 @@ from ...codebook import centroids, midpoints
 from ...layouts import FIELD_NAMES, Layout
 from ...spec import NormMeaning, SpecError
 from .device import GUESS_BASE, nearest_code, whole
+from .launch import Kernel, specialised
 from .rotation import add_run, rotation_table, sylvester
 
 __all__ = [
@@ -868,6 +869,7 @@ class Store:
         self.few_rows = rows_per_program or default_rows(layout, vendor, few=True)
         self.num_warps = num_warps
         self.constants = {**store_constexprs(layout), "TARGET": store_target(vendor)}
+        self._kernels: dict[tuple[Any, ...], Kernel] = {}
 
     def __call__(
         self,
@@ -882,21 +884,22 @@ class Store:
         if not rows:
             return
         tile = self.few_rows if rows <= _FEW_ROWS else self.rows
-        _store_kernel[(triton.cdiv(rows, tile), 2)](
-            key,
-            value,
-            cache,
-            slot_mapping,
-            slot_mapping if nonfinite is None else nonfinite,
-            rows,
-            key.stride(0),
-            key.stride(1),
-            value.stride(0),
-            value.stride(1),
-            slot_mapping.stride(0),
-            **self.constants,
-            COUNT=nonfinite is not None,
-            R=tile,
-            num_warps=self.num_warps,
-            enable_fp_fusion=False,
+        counts = slot_mapping if nonfinite is None else nonfinite
+        strides = (*key.stride()[:2], *value.stride()[:2], slot_mapping.stride(0))
+        which = (
+            tile,
+            nonfinite is None,
+            rows >> 31,
+            *specialised(strides, key, value, cache, slot_mapping, counts),
         )
+        kernel = self._kernels.get(which)
+        if kernel is None:
+            constants = {
+                **self.constants,
+                "COUNT": nonfinite is not None,
+                "R": tile,
+                "num_warps": self.num_warps,
+                "enable_fp_fusion": False,
+            }
+            kernel = self._kernels[which] = Kernel(_store_kernel, (0, 2, 1), constants)
+        kernel.on((triton.cdiv(rows, tile), 2, 1), key, value, cache, slot_mapping, counts, rows, *strides)

@@ -12,7 +12,9 @@ triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("kernels are interpreted in this process", allow_module_level=True)
 
-from turboquant_rocm.backends._triton.ops import Kernel  # noqa: E402
+from turboquant_rocm import make_layout  # noqa: E402
+from turboquant_rocm.backends._triton import store  # noqa: E402
+from turboquant_rocm.backends._triton.launch import Kernel  # noqa: E402
 
 GRID = (3, 2, 1)
 CONSTANTS = {"T": 32, "num_warps": 1}
@@ -32,7 +34,6 @@ class Compiled:
         self.ran.append(args)
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        assert grid == GRID
         return lambda *args: self.told.append(args)
 
 
@@ -43,11 +44,11 @@ class Jitted:
         self.arg_names = names
         self.compiled = compiled
         self.called: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.grids: list[tuple[int, int, int]] = []
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        assert grid == GRID
-
         def first(*args: Any, **constants: Any) -> Compiled | None:
+            self.grids.append(grid)
             self.called.append((args, constants))
             return self.compiled
 
@@ -72,7 +73,7 @@ def test_later_launches_get_addresses(names: list[str]):
     jitted = Jitted(names, Compiled())
     kernel = Kernel(jitted, GRID, CONSTANTS)
     kernel(*args)
-    assert len(jitted.called) == 1 and jitted.called[0] == (tuple(args), CONSTANTS)
+    assert jitted.called == [(tuple(args), CONSTANTS)] and jitted.grids == [GRID]
     assert jitted.compiled is not None and not jitted.compiled.ran and not jitted.compiled.told
     kernel(*args)
     kernel(*args)
@@ -116,3 +117,49 @@ def test_interpreted_kernels_are_called_as_they_are():
     kernel(a, 7)
     kernel(a, 7)
     assert jitted.called == [((a, 7), CONSTANTS)] * 2
+
+
+def test_a_store_is_compiled_again_where_what_was_compiled_may_not_serve(monkeypatch: pytest.MonkeyPatch):
+    """Dtypes, alignment, strides, the tile and whether non-finite numbers are counted; not the number of tokens."""
+    compiled = Compiled()
+    jitted = Jitted(store._store_kernel.arg_names, compiled)
+    monkeypatch.setattr(store, "_store_kernel", jitted)
+    layout = make_layout("soa", "4bit_nc", 64, 2, 16)
+    of_layer = store.Store(layout, "nvidia")
+    cache = torch.zeros((4, 16, 2, layout.slot_stride), dtype=torch.uint8)
+    memory = torch.zeros(1 << 20, dtype=torch.bfloat16)
+    assert not memory.data_ptr() & 15
+
+    def tensor(
+        tokens: int, shift: int = 0, apart: int = 128, dtype: torch.dtype = torch.bfloat16
+    ) -> torch.Tensor:
+        return memory.view(dtype)[shift:].as_strided((tokens, 2, 64), (apart, 64, 1))
+
+    def call(
+        tokens: int = 3, *, slots: torch.dtype = torch.int64, count: bool = False, **of_keys: Any
+    ) -> None:
+        slot_mapping = torch.zeros(tokens, dtype=slots)
+        counts = torch.zeros(2, dtype=torch.int32) if count else None
+        value = tensor(tokens, dtype=of_keys.get("dtype", torch.bfloat16))
+        of_layer(tensor(tokens, **of_keys), value, cache, slot_mapping, counts)
+
+    call()
+    ran = []
+    for tokens in (5, 3, 900, 64):  # the same for all these tokens
+        call(tokens)
+        ran.append(tokens)
+    assert len(jitted.called) == 1 and len(compiled.ran) == len(ran)
+    assert [args[:3] for args in compiled.ran] == [(-(-2 * n // of_layer.few_rows), 2, 1) for n in ran]
+    others: list[dict[str, Any]] = [
+        {"slots": torch.int32}, {"count": True}, {"shift": 1}, {"apart": 132}, {"apart": 1},
+        {"tokens": 1, "apart": 1 << 31}, {"dtype": torch.float16}, {"tokens": 4000},
+    ]  # fmt: skip
+    for n, other in enumerate(others):
+        call(**other)
+        assert len(jitted.called) == 2 + n, other
+        call(**other)
+        assert len(jitted.called) == 2 + n, other
+    call(shift=8)  # aligned as well
+    assert len(jitted.called) == 1 + len(others)
+    assert {constants["COUNT"] for _, constants in jitted.called} == {False, True}
+    assert len({constants["R"] for _, constants in jitted.called}) == 2
