@@ -12,9 +12,14 @@ triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("kernels are interpreted in this process", allow_module_level=True)
 
-from turboquant_rocm import make_layout  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from tests.cases import layer_spec  # noqa: E402
+from turboquant_rocm import Decision, bind, get_preset, make_layout  # noqa: E402
 from turboquant_rocm.backends._triton import store  # noqa: E402
 from turboquant_rocm.backends._triton.launch import Kernel  # noqa: E402
+from turboquant_rocm.target import get_target  # noqa: E402
 
 GRID = (3, 2, 1)
 CONSTANTS = {"T": 32, "num_warps": 1}
@@ -163,3 +168,56 @@ def test_a_store_is_compiled_again_where_what_was_compiled_may_not_serve(monkeyp
     assert len(jitted.called) == 1 + len(others)
     assert {constants["COUNT"] for _, constants in jitted.called} == {False, True}
     assert len({constants["R"] for _, constants in jitted.called}) == 2
+
+
+@pytest.mark.parametrize(("arch", "target"), [("sm_90", ("cuda", 90, 32)), ("gfx942", ("hip", "gfx942", 64))])
+def test_later_launches_are_what_the_first_is(
+    arch: str, target: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+):
+    """What Triton's own path hands to its launcher, but for addresses and hooks: only compiling is left out."""
+    ran: list[tuple[str, tuple[Any, ...]]] = []
+
+    class Made:
+        packed_metadata = ("warps", "shared")
+
+        def __init__(self, name: str) -> None:
+            self.function = f"handle of {name}"
+
+        def launch_metadata(self, *args: Any) -> str:
+            return "metadata"
+
+        def run(self, *args: Any) -> None:
+            ran.append((self.function, args))
+
+    def compiles(self: Any, *args: Any, **more: Any) -> Made:
+        return Made(self.__name__)
+
+    active = triton.runtime.driver.active
+    monkeypatch.setattr(active, "get_current_target", lambda: GPUTarget(*target), raising=False)
+    monkeypatch.setattr(triton.runtime.jit, "driver", triton.runtime.driver)
+    monkeypatch.setattr(JITFunction, "_do_compile", compiles)
+    decision = Decision(
+        layer_spec(64, 2, 4, "bf16"), get_target(arch), get_preset("4bit_nc"), 16, "triton_soa", "soa"
+    )
+    bound = bind(decision, checks="off")
+    cache = bound.allocate(4, "cpu")
+    key, value = torch.zeros(2, 5, 2, 64, dtype=torch.bfloat16)
+    query, out = torch.zeros(2, 2, 8, 64, dtype=torch.bfloat16)
+    lens, table = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 40, dtype=torch.int32)
+    slots = torch.zeros(5, dtype=torch.int64)
+    per_round = []
+    for _ in range(3):
+        bound.store(key, value, cache, slots)
+        bound.decode(query, cache, table, lens, out=out)
+        per_round.append(ran.copy())
+        ran.clear()
+    first, *later = per_round
+    assert len(first) >= 3 and first[0][0] == "handle of _store_kernel"
+    for again in later:
+        assert [name for name, _ in again] == [name for name, _ in first]
+        for (_, wanted), (_, given) in zip(first, again, strict=True):
+            hooks = slice(6, 9)
+            assert wanted[6] == "metadata" and given[hooks] == (None, None, None)
+            addresses = tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in wanted)
+            assert (*given[:6], *given[9:]) == (*addresses[:6], *addresses[9:])
+            assert not any(isinstance(x, torch.Tensor) for x in given)
