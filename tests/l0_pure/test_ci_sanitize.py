@@ -35,7 +35,9 @@ def test_nothing_is_left_behind(number, tmp_path):
     """A sanitizer starts the program that it watches; both end with the driver."""
     pids = tmp_path / "pids"
     command = f"sleep 60 & echo $! $$ > {pids}.new; mv {pids}.new {pids}; wait"
-    code = f"import os; from ci.sanitize import run; run(['sh', '-c', {command!r}], os.environ)"
+    # whoever started the tests may ignore an interrupt, as shells do for what runs in the background; that is inherited
+    code = "import os, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += f"from ci.sanitize import run; run(['sh', '-c', {command!r}], os.environ)"
     driver = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
     for _ in range(300):
         if pids.exists():
