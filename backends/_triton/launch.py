@@ -7,19 +7,47 @@ from typing import Any
 
 import torch
 import triton
+from triton.runtime.jit import MockTensor
 
-__all__ = ["Grid", "Kernel", "specialised"]
+__all__ = ["RANGES", "Grid", "Kernel", "addressed", "specialised", "stand_ins"]
 
 Grid = tuple[int, int, int]
+
+RANGES = torch.version.hip is not None
+"""Whether specialisations depend on how large the memory of a tensor is: on AMD it is addressed with 32 bits where they
+are enough. A kernel that was compiled for less must not be given more."""
+_MOST_ADDRESSED = 2**31 - 1
+
+
+def addressed(*tensors: torch.Tensor) -> tuple[bool, ...]:
+    """Which tensors lie in memory that 32 bits address; nothing where no specialisation depends on it."""
+    if not RANGES:
+        return ()
+    return tuple([tensor.untyped_storage().size() <= _MOST_ADDRESSED for tensor in tensors])
+
+
+class _Large(MockTensor):  # type: ignore[misc]
+    """Triton's stand-in for a tensor that is compiled for, in memory that 32 bits do not address."""
+
+    @staticmethod
+    def ptr_range() -> int:
+        return _MOST_ADDRESSED + 1
+
+
+def stand_ins(dtype: torch.dtype) -> tuple[Any, ...]:
+    """For compiling ahead of time: tensors of all sizes that compilers tell apart."""
+    return (dtype, _Large(dtype)) if RANGES else (dtype,)
 
 
 def specialised(numbers: tuple[int, ...], *tensors: torch.Tensor) -> tuple[Any, ...]:
     """What Triton's specialisation of a kernel depends on: of integers that may be specialised whether they are 1 or a
-    multiple of 16, and their width; of tensors the dtype, and whether they are aligned to 16 bytes. And their devices,
-    because what is compiled is loaded on one, and no launch of an address asks whose it is."""
+    multiple of 16, and their width; of tensors the dtype, and whether they are aligned to 16 bytes (and their size:
+    :func:`addressed`). And their devices, because what is compiled is loaded on one, and no launch of an address asks
+    whose it is."""
     return (
         tuple([(n == 1, not n & 15, n >> 31) for n in numbers]),
         tuple([(tensor.dtype, tensor.device, not tensor.data_ptr() & 15) for tensor in tensors]),
+        addressed(*tensors),
     )
 
 

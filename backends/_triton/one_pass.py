@@ -94,9 +94,10 @@ class OnePassOps:
                 nbytes = max(nbytes, space.needed(rows, self.prepared_columns, splits, self.layer.value_size))
         space.reserve(nbytes)
         made = [
-            TritonOps._compile(kernel, constants, {"query_ptr": dtype, "out_ptr": dtype})
+            compiled
             for multi in (False, True)
             for write in ((False, True) if lse is None else (lse,))
             for kernel, constants in self._kernels(multi, write)
+            for compiled in TritonOps._compile(kernel, constants, {"query_ptr": dtype, "out_ptr": dtype})
         ]
         return len({id(kernel) for kernel in made})

@@ -7,7 +7,7 @@ first time that shape is met, and a call only fills in pointers.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,7 +22,7 @@ from ...tuned import choices, load_tuned
 from .decode import decode_kernel
 from .dequantize import Dequantize
 from .device import FP8_SCALE
-from .launch import Kernel
+from .launch import Kernel, addressed, stand_ins
 from .prepare import prepare_kernel
 from .reduce import reduce_kernel
 from .schedule import ALONE_BATCHES, schedule_size
@@ -646,7 +646,7 @@ class TritonOps:
         even = not (query.data_ptr() >> 1 | query_token | query_head) & 7
         key = (
             query.shape[0], block_table.shape, max_query_len, query_start_loc is None, lse is None,
-            aligned, even, query.device, query.dtype, out.dtype,
+            aligned, even, query.device, query.dtype, out.dtype, addressed(query, cache, block_table, out),
         )  # fmt: skip
         launch = self._launches.get(key)
         if launch is None:
@@ -742,7 +742,7 @@ class TritonOps:
             for size in prepared:
                 for early in (False, True) if self.plan.pdl and size == min(prepared) else (False,):
                     constants = self.plan.prepare_constants(size, early)
-                    compiled.append(self._compile(prepare_kernel, constants, {"query_ptr": dtype}))
+                    compiled.extend(self._compile(prepare_kernel, constants, {"query_ptr": dtype}))
         for narrow, columns, multi, direct in sorted(modes):
             plan = plans[narrow]
             most = plan.alone_for(columns, multi, 1, 0)
@@ -750,27 +750,27 @@ class TritonOps:
             for write in some_lse:
                 if direct:
                     constants = plan.decode_constants(columns, multi, True, write, alone=most)
-                    compiled.append(
+                    compiled.extend(
                         self._compile(plan.decode_kernel(columns), constants, queries | {"out_ptr": dtype})
                     )
                 else:
                     constants = plan.decode_constants(columns, multi, False, False, alone=most)
-                    compiled.append(self._compile(plan.decode_kernel(columns), constants, queries | PARTIAL))
+                    compiled.extend(self._compile(plan.decode_kernel(columns), constants, queries | PARTIAL))
                     for splits in _joined(most_splits):
                         constants = plan.reduce_constants(multi, write, splits, columns=columns)
-                        compiled.append(self._compile(reduce_kernel, constants, JOINED | {"out_ptr": dtype}))
+                        compiled.extend(self._compile(reduce_kernel, constants, JOINED | {"out_ptr": dtype}))
         for narrow, columns, multi, most in sorted(cuts):
             plan = plans[narrow]
             if not most:
                 for size, early in itertools.product(prepared, (False, True) if plan.pdl else (False,)):
                     constants = plan.prepare_constants(size, early, cut=True, columns=columns)
-                    compiled.append(self._compile(prepare_kernel, constants, {"query_ptr": dtype}))
+                    compiled.extend(self._compile(prepare_kernel, constants, {"query_ptr": dtype}))
             constants = plan.decode_constants(columns, multi, False, False, cut=True, alone=most)
             queries = {"query_ptr": dtype} if most else {}
-            compiled.append(self._compile(plan.decode_kernel(columns), constants, queries | PARTIAL))
+            compiled.extend(self._compile(plan.decode_kernel(columns), constants, queries | PARTIAL))
             for write, splits in itertools.product(some_lse, _joined(most_pieces)):
                 constants = plan.reduce_constants(multi, write, splits, True, most, columns)
-                compiled.append(self._compile(reduce_kernel, constants, JOINED | {"out_ptr": dtype}))
+                compiled.extend(self._compile(reduce_kernel, constants, JOINED | {"out_ptr": dtype}))
         return len({id(kernel) for kernel in compiled})
 
     def plan_for(self, batch: int, max_context: int, max_query_len: int, device: torch.device) -> DecodePlan:
@@ -792,17 +792,19 @@ class TritonOps:
         return [(False, max_context), *([(True, most)] if most >= 0 else [])]
 
     @staticmethod
-    def _compile(kernel: Any, constants: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> Any:
-        """Compile one specialisation and load it, without running it."""
+    def _compile(
+        kernel: Any, constants: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]
+    ) -> Iterator[Any]:
+        """Compile a specialisation, for caches of any size, and load it, without running it."""
         if triton.knobs.runtime.interpret:
-            return kernel
-        values = []
-        for name in kernel.arg_names:
-            if name not in constants:
-                values.append(dtypes.get(name, ARGUMENTS[name]))
-        made = kernel.warmup(*values, grid=(1, 1, 1), **constants)
-        made._init_handles()
-        return made
+            yield kernel
+            return
+        for memory in stand_ins(torch.uint8) if "cache_ptr" in kernel.arg_names else (None,):
+            given = {**ARGUMENTS, **dtypes, "cache_ptr": memory}
+            values = [given[name] for name in kernel.arg_names if name not in constants]
+            made = kernel.warmup(*values, grid=(1, 1, 1), **constants)
+            made._init_handles()
+            yield made
 
     def _load_matrix(self, device: torch.device, aligned: bool) -> None:
         if (device, aligned) not in self._matrix:

@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from tests.cases import layer_spec  # noqa: E402
 from turboquant_rocm import Decision, bind, get_preset, make_layout  # noqa: E402
-from turboquant_rocm.backends._triton import store  # noqa: E402
+from turboquant_rocm.backends._triton import launch, store  # noqa: E402
 from turboquant_rocm.backends._triton.launch import Kernel  # noqa: E402
 from turboquant_rocm.target import get_target  # noqa: E402
 
@@ -168,6 +168,22 @@ def test_a_store_is_compiled_again_where_what_was_compiled_may_not_serve(monkeyp
     assert len(jitted.called) == 1 + len(others)
     assert {constants["COUNT"] for _, constants in jitted.called} == {False, True}
     assert len({constants["R"] for _, constants in jitted.called}) == 2
+
+
+@pytest.mark.parametrize("ranges", [False, True])
+def test_a_store_into_more_memory_than_32_bits_address(ranges: bool, monkeypatch: pytest.MonkeyPatch):
+    """Compiled again where the compiler makes a difference."""
+    jitted = Jitted(store._store_kernel.arg_names, Compiled())
+    monkeypatch.setattr(store, "_store_kernel", jitted)
+    monkeypatch.setattr(launch, "RANGES", ranges)
+    layout = make_layout("soa", "4bit_nc", 64, 2, 16)
+    of_layer = store.Store(layout, "amd")
+    key = torch.zeros(3, 2, 64, dtype=torch.bfloat16)
+    slots = torch.zeros(3, dtype=torch.int64)
+    for bytes_, compiled in ((1 << 20, 1), ((1 << 31) - 1, 1), (1 << 31, 1 + ranges), (1 << 20, 1 + ranges)):
+        vast = torch.empty(bytes_, dtype=torch.uint8)  # never touched
+        of_layer(key, key, vast[: 64 * layout.slot_stride].view(2, 16, 2, -1), slots)
+        assert len(jitted.called) == compiled
 
 
 @pytest.mark.parametrize(("arch", "target"), [("sm_90", ("cuda", 90, 32)), ("gfx942", ("hip", "gfx942", 64))])

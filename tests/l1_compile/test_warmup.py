@@ -14,7 +14,7 @@ if triton.knobs.runtime.interpret:
 
 from tests.cases import layer_spec  # noqa: E402
 from turboquant_rocm import Decision, bind, get_preset  # noqa: E402
-from turboquant_rocm.backends._triton import one_pass, ops  # noqa: E402
+from turboquant_rocm.backends._triton import launch, one_pass, ops  # noqa: E402
 from turboquant_rocm.backends._triton.workspace import Workspace  # noqa: E402
 from turboquant_rocm.target import get_target  # noqa: E402
 
@@ -91,6 +91,38 @@ def test_decode_launches_only_what_was_compiled(kernels_of, layout, preset, wind
         )  # fmt: skip
     assert {name for name, _, _ in keys} >= KERNELS.get(kernels_of, {"prepare_kernel", "decode_kernel"})
     assert keys <= warm, f"not compiled by warm-up: {sorted(keys - warm)}"
+
+
+@pytest.mark.parametrize(
+    ("kernels_of", "preset"),
+    [("triton_soa", "4bit_nc"), ("triton_rotated", "3bit_nc+rotated_values"), ("triton_prod", "prod_k3v2")],
+)
+def test_caches_of_any_size_are_compiled_for(kernels_of, preset, keys, monkeypatch):
+    """AMD's compiler addresses memory of less than 2 GiB with 32 bits: what it made for a small cache is not launched
+    with a large one, nor left for the first call to compile."""
+    monkeypatch.setattr(launch, "RANGES", True)
+    decision = Decision(
+        layer_spec(64, 2, 4, "bf16"), get_target("gfx942"), get_preset(preset), 16, kernels_of, "soa"
+    )
+    bound = bind(decision, checks="off")
+    small = bound.allocate(4, "cpu")
+    vast = torch.empty(1 << 31, dtype=torch.uint8)[: small.data.untyped_storage().size()]  # never touched
+    large = bound.wrap(vast.as_strided(small.data.shape, small.data.stride()))
+    bound.warmup(2, 640, device="cpu")
+    warm = set(keys)
+    keys.clear()
+    found = []
+    for cache in (small, large, small):
+        bound.decode(
+            torch.zeros(2, 8, 64, dtype=torch.bfloat16), cache, torch.zeros(2, 40, dtype=torch.int32),
+            torch.zeros(2, dtype=torch.int32),
+        )  # fmt: skip
+        of_cache = [dict(kinds) for _, kinds, _ in keys if "cache_ptr" in dict(kinds)]
+        found.append({repr(kinds["cache_ptr"]) for kinds in of_cache})
+        assert keys <= warm, f"not compiled by warm-up: {sorted(keys - warm)}"
+    assert len(found[0]) == 1 and len(found[1]) == 2 and found[2] == found[1]
+    if kernels_of == "triton_soa":
+        assert len({id(made.decode) for made in bound.ops._launches.values()}) == 2
 
 
 def test_later_launches_are_given_addresses(keys, monkeypatch):
@@ -219,7 +251,7 @@ def test_every_launch_of_a_range(
 
     def compile_(kernel, constants, dtypes):
         compiled.append((kernel, dict(constants)))
-        return object()
+        return (object(),)
 
     monkeypatch.setattr(layer_ops, "_compile", compile_)
     space, cpu = Workspace("cpu"), torch.device("cpu")
